@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from vllm_exl3.cpu import dense, kda, mla, norms
+from vllm_exl3.cpu import dense, kda, mla, moe, norms
 from vllm_exl3.cpu.after_import import after_import
 
 
@@ -39,6 +39,9 @@ _MHC_WHY = "The CPU version drops norm_weight (wrong logits, no error) and needs
 _MHC_UNTIL = "vLLM's forward_cpu applies norm_weight and runs on every CPU."
 _NOPE_UNTIL = "vLLM's CPU_MLA accepts a model without rotary channels."
 _MLA = "vllm.v1.attention.backends.mla.cpu_mla"
+_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+_CLAMP = "The CPU kernel ignores swiglu_limit (wrong outputs for large activations, no error)."
+_CLAMP_UNTIL = "the CPU kernel applies swiglu_limit or refuses it."
 _KDA = "vllm.models.glm5next.common.kda"
 _MHC = "vllm.model_executor.layers.mhc"
 
@@ -83,6 +86,19 @@ TABLE = (
         ("eb14aa75d4dfccc3",),
         instead(mla.forward_mqa),
     ),
+    Override(
+        "vllm.models.glm5next.common.model", "GateLinear",
+        "The CPU path rounds the router's logits to bf16, which swaps experts with close scores.",
+        "vLLM computes this model's router in fp32 on the CPU.",
+        ("985ce4494e867faf",),
+        moe.fp32_router,
+    ),
+    Override(
+        _EXPERTS, "CPUUnquantizedExperts.process_weights_after_loading", _CLAMP, _CLAMP_UNTIL,
+        ("7233c2501b8a69a2",),
+        moe.process_weights_after_loading,
+    ),
+    Override(_EXPERTS, "CPUUnquantizedExperts.apply", _CLAMP, _CLAMP_UNTIL, ("babf24f200ecd002",), moe.apply_experts),
     Override(_KDA, "gather_initial_states", _NO_TRITON, _TRITON_GONE, ("b0d69d2952420a27",), instead(kda.gather_initial_states)),
     Override(_KDA, "scatter_states", _NO_TRITON, _TRITON_GONE, ("2d759be9fe05b9c7",), instead(kda.ScatterStates())),
     Override(_KDA, "chunk_kda_with_fused_gate", _NO_TRITON, _TRITON_GONE, ("6fbadad3ed8e5079",), instead(kda.chunk_kda_with_fused_gate)),

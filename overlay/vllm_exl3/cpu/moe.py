@@ -1,0 +1,61 @@
+"""The router and the unquantised experts of GLM-5.3 in PyTorch."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+
+def fp32_router(original: type) -> type:
+    """GateLinear whose logits are never rounded to bf16: GLM-5.3 picks experts by fp32 scores."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class Fp32Method(UnquantizedLinearMethod):
+        def process_weights_after_loading(self, layer):
+            """Leave the weight as it is; the parent would pack it for a bf16 product."""
+
+        def apply(self, layer, x, bias=None):
+            return F.linear(x.float(), layer.weight.float(), bias)
+
+    class Fp32GateLinear(original):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.quant_method = Fp32Method()
+
+    return Fp32GateLinear
+
+
+def process_weights_after_loading(original):
+    """Experts with a clamp keep their plain weights; vLLM's kernel wants its own layout."""
+
+    @functools.wraps(original)
+    def process(self, layer):
+        if self.moe_config.swiglu_limit is None:
+            original(self, layer)
+
+    return process
+
+
+def apply_experts(original):
+    @functools.wraps(original)
+    def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs):
+        limit = self.moe_config.swiglu_limit
+        if limit is None:
+            original(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs)
+        else:
+            output.copy_(clamped_swiglu_experts(hidden_states, w1, w2, topk_weights, topk_ids, limit))
+
+    return apply
+
+
+def clamped_swiglu_experts(x, w13, w2, weights, ids, limit: float) -> torch.Tensor:
+    """x [tokens, hidden], w13 [experts, 2 * width, hidden], w2 [experts, hidden, width], weights and ids
+    [tokens, top_k]. Returns the weighted sums of the experts' outputs, summed in fp32."""
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in ids.unique().tolist():
+        rows, slots = (ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[rows], w13[expert]).float().chunk(2, -1)
+        inner = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+        out = F.linear(inner.to(x.dtype), w2[expert]).float()
+        total.index_add_(0, rows, out * weights[rows, slots].float().unsqueeze(-1))
+    return total
