@@ -1,0 +1,137 @@
+"""Questions with known answers: the start counts only when they are answered correctly."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import Exit, LauncherError
+from launcher.settings import HOST, MODEL_ID
+
+# One question of each kind is asked at a start: a fact shows that the experts are decoded right,
+# counting that the state is carried from token to token.
+START_KINDS = ("fact", "counting")
+MAX_TOKENS = 512
+ANSWER_TIMEOUT_S = 180
+
+
+@dataclass(frozen=True)
+class Question:
+    question: str
+    must_contain: tuple[str, ...]
+    kind: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    finished: bool  # the model ended by itself
+
+
+def read_questions(path: Path) -> list[Question]:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        questions = [Question(str(entry["question"]), tuple(map(str, entry["must_contain"])), str(entry["kind"]))
+                     for entry in entries]  # fmt: skip
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise LauncherError(
+            f"{path}: not readable as a list of question, must_contain and kind ({type(error).__name__}: {error}); "
+            f"a start proves itself with these, so give another file with --canary."
+        ) from error
+    for question in questions:
+        if not question.question.strip() or not any(part.strip() for part in question.must_contain):
+            raise LauncherError(f"{path}: the question {question.question!r} has no expected answer; add must_contain.")
+    return questions
+
+
+def questions_for_start(path: Path) -> list[Question]:
+    chosen = {}
+    for question in read_questions(path):
+        chosen.setdefault(question.kind, question)
+    missing = [kind for kind in START_KINDS if kind not in chosen]
+    if missing:
+        raise LauncherError(f"{path}: has no question of kind {' or '.join(missing)}, a start asks one of each; add one.")
+    return [chosen[kind] for kind in START_KINDS]
+
+
+def fault(question: Question, answer: Answer) -> str | None:
+    """What is wrong with an answer, or None if it is right."""
+    if not answer.finished:
+        return "it did not end by itself"
+    if question.kind == "counting":
+        wanted, got = numbers(" ".join(question.must_contain)), numbers(answer.text)
+        return None if got == wanted else f"expected exactly the numbers {' '.join(wanted)}"
+    missing = [part for part in question.must_contain if not contains(answer.text, part)]
+    return f"expected {' and '.join(map(repr, missing))} in it" if missing else None
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d+", text)
+
+
+def contains(text: str, part: str) -> bool:
+    """Whether `part` is in `text`, letter case aside; 8888 is not in 18888."""
+    part = part.strip()
+    before = r"(?<!\d)" if part[:1].isdigit() else ""
+    after = r"(?!\d)" if part[-1:].isdigit() else ""
+    return re.search(before + re.escape(part) + after, text, re.IGNORECASE) is not None
+
+
+def read_answer(body: bytes) -> Answer:
+    choice = json.loads(body)["choices"][0]
+    return Answer(choice["message"].get("content") or "", choice["finish_reason"] == "stop")
+
+
+def ask(port: int, question: str, api_key: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+    """One question at temperature 0 through the server's public door."""
+    body = json.dumps({"model": MODEL_ID, "messages": [{"role": "user", "content": question}],
+                       "temperature": 0, "max_tokens": MAX_TOKENS})  # fmt: skip
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    status, answer = request(port, "POST", "/v1/chat/completions", body, headers, timeout_s)
+    if status != 200:
+        raise LauncherError(
+            f"The server answered a chat request with status {status}: {answer[:300].decode(errors='replace')}", Exit.SERVER
+        )
+    return read_answer(answer)
+
+
+def request(port: int, method: str, path: str, body: str | None = None, headers: dict | None = None,
+            timeout_s: float = 5) -> tuple[int, bytes]:  # fmt: skip
+    """A plain request to the local server, past any proxy of the caller."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
+    try:
+        connection.request(method, path, body, headers or {})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def is_healthy(port: int) -> bool:
+    try:
+        return request(port, "GET", "/health")[0] == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def check_answers(port: int, questions: list[Question], api_key: str) -> list[tuple[Question, Answer]]:
+    """Asks every question; raises LauncherError at the first wrong answer."""
+    answered = []
+    for question in questions:
+        try:
+            answer = ask(port, question.question, api_key)
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            raise LauncherError(
+                f"canary: no answer to {question.question!r} ({type(error).__name__}: {error}); look at the log.", Exit.SERVER
+            ) from error
+        if wrong := fault(question, answer):
+            raise LauncherError(
+                f"canary: to {question.question!r} the model answered {answer.text[:200]!r}, {wrong}; the weights, the "
+                f"decoder or the engine are damaged, so the server was stopped.",
+                Exit.WRONG_ANSWER,
+            )
+        answered.append((question, answer))
+    return answered

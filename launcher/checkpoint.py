@@ -1,0 +1,106 @@
+"""Looks at a checkpoint's files before anything is started: headers and sizes only, no weights are read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from launcher.errors import LauncherError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises LauncherError naming the file if the checkpoint cannot be served."""
+    if not folder.is_dir():
+        raise LauncherError(f"{folder}: there is no such model folder; give one with --model, or restore it from git.")
+    for name in NEEDED:
+        if not (folder / name).is_file():
+            raise LauncherError(f"{folder / name}: the file is missing and a model needs it; {restore(folder)}")
+    check_format(folder / "config.json")
+    shards = read_index(folder)
+    for shard, tensors in shards.items():
+        check_shard(folder / shard, tensors)
+
+
+def restore(folder: Path) -> str:
+    return f"copy the model again, or `git checkout -- {folder.name}` where it came with the repository."
+
+
+def read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LauncherError(f"{path}: not readable as JSON ({error}); {restore(path.parent)}") from error
+    if not isinstance(content, dict):
+        raise LauncherError(f"{path}: holds a {type(content).__name__} where an object belongs; {restore(path.parent)}")
+    return content
+
+
+def check_format(path: Path) -> None:
+    config = read_json(path)
+    text = config.get("text_config") or {}
+    quantization = config.get("quantization_config") or text.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if method != "exl3":
+        raise LauncherError(
+            f"{path}: quantization_config.quant_method is {method!r}, this server is for 'exl3'; choose an EXL3 checkpoint."
+        )
+
+
+def read_index(folder: Path) -> dict[str, set[str]]:
+    """Shard file -> names of the tensors that the index expects in it (empty set: no index, anything goes)."""
+    if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).is_file():
+            raise LauncherError(f"{folder}: has neither {INDEX} nor {SINGLE}; {restore(folder)}")
+        return {SINGLE: set()}
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise LauncherError(f"{folder / INDEX}: has no weight_map; {restore(folder)}")
+    shards: dict[str, set[str]] = {}
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise LauncherError(f"{folder / INDEX}: {tensor} is in {shard!r}, which is no file name; {restore(folder)}")
+        shards.setdefault(shard, set()).add(tensor)
+    return shards
+
+
+def check_shard(path: Path, expected: set[str]) -> None:
+    if not path.is_file():
+        raise LauncherError(f"{path}: the index names this file and it is missing; {restore(path.parent)}")
+    header, start = read_header(path)
+    size = path.stat().st_size
+    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != end:
+        what = f"{end - size} bytes are missing at the end" if size < end else f"{size - end} bytes too many"
+        raise LauncherError(f"{path}: has {size} bytes, its header describes {end} ({what}); {restore(path.parent)}")
+    if expected and expected != set(header):
+        missing, extra = sorted(expected - set(header)), sorted(set(header) - expected)
+        what = f"lacks {missing[0]}" if missing else f"also holds {extra[0]}"
+        raise LauncherError(
+            f"{path}: {what}, unlike the index ({len(missing)} missing, {len(extra)} extra); {restore(path.parent)}"
+        )
+
+
+def read_header(path: Path) -> tuple[dict, int]:
+    """(tensor name -> entry, offset of the data) of a safetensors file."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        raw = file.read(length) if 0 < length <= MAX_HEADER_BYTES else b""
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end:
+                raise ValueError(f"offsets {begin}, {end}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise LauncherError(
+            f"{path}: is no whole safetensors file, its header cannot be read; {restore(path.parent)}"
+        ) from error
+    return header, 8 + length

@@ -1,0 +1,255 @@
+"""Start, stop, status and logs of the local topology: the order of things; effects are in the modules it calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from launcher import canary, checkpoint, console, environment, phases, processes
+from launcher import plan as plans
+from launcher import server as servers
+from launcher.errors import Exit, LauncherError
+from launcher.settings import HOST, MODEL_ID
+from launcher.state import State, StateFile, this_process
+
+STOP_PATIENCE_S = 60
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, or a signal that means the same."""
+
+
+def plan_for(values: Mapping[str, object], ambient: Mapping[str, str]) -> plans.Plan:
+    cores = len(os.sched_getaffinity(0))
+    return plans.make_plan(values, environment.Sources().python, ambient, cores)
+
+
+# start
+
+
+def start(values: Mapping[str, object], ambient: Mapping[str, str]) -> Exit:
+    state_file = StateFile(values["run_dir"])
+    with signals_interrupt():
+        with state_file.lock():
+            refuse_second_start(state_file)
+            questions = check_before(values)
+            plan = plan_for(values, ambient)
+            note_ignored(plan)
+            server, state = bring_up(values, plan, state_file, questions)
+        if values["detach"]:
+            return Exit.OK
+        return serve(server, state_file, Path(state.log))
+
+
+def refuse_second_start(state_file: StateFile) -> None:
+    state = state_file.read_alive()
+    if state:
+        raise LauncherError(
+            f"Already running on http://{HOST}:{state.port} (pid {(state.server or state.launcher).pid}, phase {state.phase}); "
+            f"`./start-local.sh status` tells more, `./start-local.sh stop` ends it.",
+            Exit.BUSY,
+        )
+    clear_remains(state_file)
+
+
+def clear_remains(state_file: StateFile) -> None:
+    """Ends what is left of a run whose server or launcher was killed, and forgets it."""
+    state = state_file.read()
+    if state and state.server and processes.start_time(state.server.pid) in (None, state.server.started):
+        processes.stop_group(state.server.pid)
+    state_file.remove()
+
+
+def check_before(values: Mapping[str, object]) -> list[canary.Question]:
+    """Everything that can be known without starting anything."""
+    port = values["port"]
+    if not processes.port_is_free(port):
+        owner = processes.port_owner(port)
+        raise LauncherError(
+            f"port: {HOST}:{port} is taken{f' by {owner}' if owner else ''}; end that program or choose another with --port."
+        )
+    checkpoint.check_checkpoint(values["model"])
+    return canary.questions_for_start(values["canary"])
+
+
+def note_ignored(plan: plans.Plan) -> None:
+    # Python's own names are set by start-local.sh too, so they say nothing about the caller.
+    names = [name for name in plan.ignored if not name.startswith("PYTHON")]
+    if names:
+        console.say(f"Ignored from your environment (the server has settings of its own): {', '.join(names)}")
+
+
+def bring_up(values, plan: plans.Plan, state_file: StateFile, questions) -> tuple[subprocess.Popen, State]:
+    """All or nothing: on any failure or interrupt no process and no state file stays."""
+    log = values["run_dir"] / "local.log"
+    state = State("environment", plan.port, str(values["model"]), str(log), time.time(), this_process())
+    state_file.write(state)
+    server = None
+    try:
+        environment.make_environment(environment.Sources(), values["run_dir"] / "environment.log")
+        console.say(f"Server (log: {log})")
+        server = servers.start_server(plan, log)
+        state = replace(state, server=servers.identify(server))
+        servers.wait_until_ready(server, plan, log, lambda name: state_file.write(replace(state, phase=name)))
+        state_file.write(replace(state, phase="canary"))
+        with console.phase("canary"):
+            answered = canary.check_answers(plan.port, questions, values["api_key"])
+        state = replace(state, phase="ready", ready=True, since=time.time())
+        state_file.write(state)
+        print_address(plan, answered)
+    except BaseException:
+        with signals_ignored():
+            if server:
+                servers.stop_server(server)
+            state_file.remove()
+        raise
+    return server, state
+
+
+def print_address(plan: plans.Plan, answered) -> None:
+    print(f"\n{MODEL_ID} is ready at {plan.url}/v1. It was asked, and answered correctly:")
+    for question, answer in answered:
+        print(f"  {question.question}\n    {answer.text.strip()}")
+    print(f"\nAsk it:\n  {plans.curl(plan, answered[0][0].question)}")
+    print(f"From Python:\n  {plans.openai_client(plan)}")
+    print("End it: ./start-local.sh stop", flush=True)
+
+
+def serve(server: subprocess.Popen, state_file: StateFile, log: Path) -> Exit:
+    """Until Ctrl-C or `stop`; raises LauncherError if the server dies by itself."""
+    console.say("Serving until Ctrl-C.")
+    try:
+        while server.poll() is None:
+            time.sleep(0.5)
+        reader = phases.LogReader()
+        for line in log.read_text(errors="replace").splitlines():
+            reader.feed(line)
+        servers.refuse_if_dead(server, reader, log)
+    except Interrupted:
+        console.say("\nStopping.")
+    finally:
+        with signals_ignored():
+            servers.stop_server(server)
+            state_file.remove()
+    return Exit.OK
+
+
+@contextmanager
+def signals_interrupt():
+    """Ctrl-C, SIGTERM and a closed terminal all end a start the same way."""
+
+    def interrupt(number, frame):
+        raise Interrupted
+
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+               if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # fmt: skip
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def signals_ignored():
+    """While cleaning up: a second Ctrl-C must not leave half of it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# stop, status, logs
+
+
+def stop(values: Mapping[str, object]) -> Exit:
+    """Ends a run and whatever is left of one; fine when there is none."""
+    state_file = StateFile(values["run_dir"])
+    state = state_file.read()
+    if state is None or not (state.is_alive or state.launcher.is_alive or has_remains(state)):
+        state_file.remove()
+        print("Not running.")
+        return Exit.OK
+    if state.launcher.is_alive:
+        # It is starting or serving in the foreground: it tidies up itself.
+        processes.send(state.launcher.pid, signal.SIGTERM)
+        wait_for_end(state)
+        state = state_file.read() or state
+    clear_remains(state_file) if state_file.path.exists() else None
+    if has_remains(state):
+        raise LauncherError(
+            f"stop: processes of group {state.server.pid} are still there after being killed; `ps -g {state.server.pid}` shows them.",
+            Exit.SERVER,
+        )
+    print("Stopped.")
+    return Exit.OK
+
+
+def has_remains(state: State) -> bool:
+    return bool(state.server and processes.start_time(state.server.pid) in (None, state.server.started)
+                and processes.group_members(state.server.pid))  # fmt: skip
+
+
+def wait_for_end(state: State) -> None:
+    deadline = time.monotonic() + STOP_PATIENCE_S
+    while state.launcher.is_alive and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def status(values: Mapping[str, object]) -> Exit:
+    state = StateFile(values["run_dir"]).read_alive()
+    if state is None:
+        print("status:   not running")
+        return Exit.NOT_RUNNING
+    answers = state.ready and answers_with_model(state.port)
+    word = ("ready" if answers else "not answering") if state.ready else "starting"
+    rows = {
+        "status": word, "phase": state.phase, "model id": MODEL_ID, "model": state.model,
+        "address": f"http://{HOST}:{state.port}/v1", "answers": "yes" if answers else "no",
+        "uptime": duration(time.time() - state.since), "pid": (state.server or state.launcher).pid, "log": state.log,
+    }  # fmt: skip
+    print("\n".join(f"{name + ':':<10}{value}" for name, value in rows.items()))
+    return Exit.OK if answers else (Exit.SERVER if state.ready else Exit.STARTING)
+
+
+def answers_with_model(port: int) -> bool:
+    """Whether the server is healthy and offers our model id (a key may guard the list: then health decides)."""
+    if not canary.is_healthy(port):
+        return False
+    code, body = canary.request(port, "GET", "/v1/models")
+    return code == 401 or (code == 200 and MODEL_ID in [entry["id"] for entry in json.loads(body)["data"]])
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else (f"{minutes} min {rest} s" if minutes else f"{rest} s")
+
+
+def logs(values: Mapping[str, object], follow: bool) -> Exit:
+    """Prints the server's log; with `follow` until the server ends or Ctrl-C."""
+    path = values["run_dir"] / "local.log"
+    if not path.exists():
+        print(f"There is no log yet: {path}", file=sys.stderr)
+        return Exit.NOT_RUNNING
+    state_file = StateFile(values["run_dir"])
+    with path.open(errors="replace") as stream:
+        while True:
+            is_last = not follow or state_file.read_alive() is None
+            sys.stdout.writelines(stream)
+            sys.stdout.flush()
+            if is_last:
+                return Exit.OK
+            time.sleep(0.3)

@@ -1,0 +1,99 @@
+"""The table of settings of the local topology. Command line, help and plan are derived from it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from launcher.errors import Exit, LauncherError
+
+
+class Goes(Enum):
+    """Where a setting ends up."""
+
+    LAUNCHER = "launcher"
+    SERVER = "server flag"
+    SERVER_ENVIRONMENT = "server environment"
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str  # also the command-line flag: tensor_parallel_size is --tensor-parallel-size
+    type: type
+    default: object
+    goes: Goes
+    doc: str
+    minimum: int | None = None
+    maximum: int | None = None
+    # Secrets have no flag, since argument lists are public; they come from the environment by this name.
+    from_environment: str | None = None
+
+    @property
+    def secret(self) -> bool:
+        return self.from_environment is not None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MODEL_ID = "GLM-5.3-Flash-EXL3"
+HOST = "127.0.0.1"
+
+TABLE = (
+    Setting("port", int, 8888, Goes.SERVER, f"Port of the API on {HOST}.", minimum=1, maximum=65535),
+    Setting("model", Path, REPOSITORY / "models/local", Goes.SERVER, "Folder of the EXL3 checkpoint to serve."),
+    Setting(
+        "canary", Path, None, Goes.LAUNCHER,
+        "File of questions that must be answered correctly before the start counts; default: canary.json in the model folder.",
+    ),
+    Setting("max_model_len", int, 2048, Goes.SERVER, "Longest context in tokens; vLLM's CPU side ends at 2048.", 64, 2048),
+    Setting("tensor_parallel_size", int, 1, Goes.SERVER, "Number of processes that share each layer.", 1, 8),
+    Setting("expert_parallel", bool, False, Goes.SERVER, "Give each process whole experts instead of slices of all."),
+    Setting(
+        "threads", int, 0, Goes.SERVER_ENVIRONMENT,
+        "Threads of each process; 0 divides the usable cores evenly.", 0, 1024,
+    ),
+    Setting("kv_cache_gib", int, 1, Goes.SERVER_ENVIRONMENT, "Memory for the KV cache of each process, GiB.", 1, 64),
+    Setting("detach", bool, False, Goes.LAUNCHER, "Return once the server is ready instead of serving until Ctrl-C."),
+    Setting("run_dir", Path, REPOSITORY / ".run", Goes.LAUNCHER, "Folder of the state file, the logs and vLLM's caches."),
+    Setting(
+        "api_key", str, "", Goes.SERVER_ENVIRONMENT,
+        "Key that clients must send. Taken from the environment only.", from_environment="VLLM_API_KEY",
+    ),
+)  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> None:
+    for setting in TABLE:
+        if setting.name not in names or setting.secret:
+            continue
+        shown = "" if setting.default in (None, False) else f" Default: {setting.default}."
+        kind = {"action": "store_true"} if setting.type is bool else {"type": setting.type, "metavar": "VALUE"}
+        parser.add_argument(setting.flag, dest=setting.name, default=None, help=setting.doc + shown, **kind)
+
+
+def resolve(flags: Mapping[str, object], environment: Mapping[str, str]) -> dict[str, object]:
+    """Value of every setting: built-in < command line; secrets from the environment."""
+    values = {}
+    for setting in TABLE:
+        value = environment.get(setting.from_environment) if setting.secret else flags.get(setting.name)
+        values[setting.name] = check(setting, setting.default if value is None else value)
+    for setting in TABLE:
+        if isinstance(values[setting.name], Path):
+            values[setting.name] = values[setting.name].expanduser().absolute()
+    if values["canary"] is None:
+        values["canary"] = values["model"] / "canary.json"
+    return values
+
+
+def check(setting: Setting, value: object) -> object:
+    if setting.minimum is not None and not setting.minimum <= value <= setting.maximum:
+        raise LauncherError(
+            f"{setting.flag} is {value}, it must be from {setting.minimum} to {setting.maximum}.", Exit.USAGE
+        )
+    return value

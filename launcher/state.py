@@ -1,0 +1,88 @@
+"""The state file of a run: what runs, where, since when; and the lock that lets one start at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launcher import processes
+from launcher.errors import Exit, LauncherError
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    started: int  # see processes.start_time
+
+    @property
+    def is_alive(self) -> bool:
+        return processes.is_same(self.pid, self.started)
+
+
+@dataclass(frozen=True)
+class State:
+    phase: str
+    port: int
+    model: str
+    log: str
+    since: float  # wall clock, for the uptime
+    launcher: Process
+    server: Process | None = None
+    ready: bool = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self.server.is_alive if self.server else self.launcher.is_alive
+
+
+def this_process() -> Process:
+    return Process(os.getpid(), processes.start_time(os.getpid()))
+
+
+class StateFile:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.path = folder / "local.json"
+
+    def write(self, state: State) -> None:
+        """Whole or not at all: a reader never sees half a file."""
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(state), indent=1) + "\n")
+        partial.replace(self.path)
+
+    def read(self) -> State | None:
+        """The state as written, whoever of it is still alive; None if there is none or it is unreadable."""
+        try:
+            raw = json.loads(self.path.read_text())
+            raw["launcher"] = Process(**raw["launcher"])
+            raw["server"] = Process(**raw["server"]) if raw["server"] else None
+            return State(**raw)
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def read_alive(self) -> State | None:
+        state = self.read()
+        return state if state and state.is_alive else None
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    @contextmanager
+    def lock(self):
+        """Held from the checks of a start until it is ready or undone. Dies with its process."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "local.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LauncherError(self.busy(), Exit.BUSY) from None
+            yield
+
+    def busy(self) -> str:
+        state = self.read_alive()
+        where = f" (pid {state.launcher.pid}, phase {state.phase})" if state else ""
+        return f"Another start is under way{where}; wait for it, or end it with `./start-local.sh stop`."
