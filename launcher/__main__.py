@@ -11,7 +11,16 @@ from launcher import plan as plans
 from launcher.errors import Exit, LauncherError
 
 RUN = ("run_dir",)
-SERVE = ("port", "model", "canary", "max_model_len", "tensor_parallel_size", "expert_parallel", "threads", "kv_cache_gib")
+SERVE = (
+    "port",
+    "model",
+    "canary",
+    "max_model_len",
+    "tensor_parallel_size",
+    "expert_parallel",
+    "threads",
+    "kv_cache_gib",
+)
 
 # command -> (flags that it takes, what it does)
 COMMANDS = {
@@ -28,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="./start-local.sh",
         description="Serve a small EXL3 model through vLLM on this machine's CPU. Without a command: start.",
-        epilog="VLLM_API_KEY in the environment makes the server ask for that key. ./start-local.sh COMMAND --help lists flags.",
+        epilog="./start-local.sh COMMAND --help lists its flags. VLLM_API_KEY in the environment makes the server ask for it.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (flags, doc) in COMMANDS.items():

@@ -13,7 +13,7 @@ from launcher.settings import HOST, MODEL_ID
 
 # One question of each kind is asked at a start: a fact shows that the experts are decoded right,
 # counting that the state is carried from token to token.
-START_KINDS = ("fact", "counting")
+START_KINDS = ("fact", "count")
 MAX_TOKENS = 512
 ANSWER_TIMEOUT_S = 180
 
@@ -53,7 +53,9 @@ def questions_for_start(path: Path) -> list[Question]:
         chosen.setdefault(question.kind, question)
     missing = [kind for kind in START_KINDS if kind not in chosen]
     if missing:
-        raise LauncherError(f"{path}: has no question of kind {' or '.join(missing)}, a start asks one of each; add one.")
+        raise LauncherError(
+            f"{path}: has no question of kind {' or '.join(missing)}, a start asks one of each; add one."
+        )
     return [chosen[kind] for kind in START_KINDS]
 
 
@@ -61,7 +63,7 @@ def fault(question: Question, answer: Answer) -> str | None:
     """What is wrong with an answer, or None if it is right."""
     if not answer.finished:
         return "it did not end by itself"
-    if question.kind == "counting":
+    if question.kind == "count":
         wanted, got = numbers(" ".join(question.must_contain)), numbers(answer.text)
         return None if got == wanted else f"expected exactly the numbers {' '.join(wanted)}"
     missing = [part for part in question.must_contain if not contains(answer.text, part)]
@@ -93,7 +95,8 @@ def ask(port: int, question: str, api_key: str, timeout_s: float = ANSWER_TIMEOU
     status, answer = request(port, "POST", "/v1/chat/completions", body, headers, timeout_s)
     if status != 200:
         raise LauncherError(
-            f"The server answered a chat request with status {status}: {answer[:300].decode(errors='replace')}", Exit.SERVER
+            f"The server answered a chat request with status {status}: {answer[:300].decode(errors='replace')}",
+            Exit.SERVER,
         )
     return read_answer(answer)
 
@@ -125,7 +128,8 @@ def check_answers(port: int, questions: list[Question], api_key: str) -> list[tu
             answer = ask(port, question.question, api_key)
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             raise LauncherError(
-                f"canary: no answer to {question.question!r} ({type(error).__name__}: {error}); look at the log.", Exit.SERVER
+                f"canary: no answer to {question.question!r} ({type(error).__name__}: {error}); look at the log.",
+                Exit.SERVER,
             ) from error
         if wrong := fault(question, answer):
             raise LauncherError(

@@ -48,7 +48,8 @@ def check_format(path: Path) -> None:
     method = quantization.get("quant_method")
     if method != "exl3":
         raise LauncherError(
-            f"{path}: quantization_config.quant_method is {method!r}, this server is for 'exl3'; choose an EXL3 checkpoint."
+            f"{path}: quantization_config.quant_method is {method!r}, this server is for 'exl3'; "
+            f"choose an EXL3 checkpoint with --model."
         )
 
 

@@ -111,7 +111,15 @@ def lock_command(python: Path, lock: Path) -> list[str]:
 
 def overlay_command(python: Path, source: Path) -> list[str]:
     """Installs a copy, so that a running server never sees half a `git pull`."""
-    return [*pip(python), "install", "--no-deps", "--no-build-isolation", "--no-index", "--force-reinstall", str(source)]
+    return [
+        *pip(python),
+        "install",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--force-reinstall",
+        str(source),
+    ]
 
 
 def pip(python: Path) -> list[str]:
@@ -157,13 +165,15 @@ def check_host(free_bytes: Callable[[Path], int], sources: Sources) -> None:
     """Refuses what cannot work before anything is written."""
     if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
         raise LauncherError(
-            f"python: {sys.executable} is {sys.version_info[0]}.{sys.version_info[1]}, vLLM's CPU build needs 3.11 to 3.14; "
+            f"python: {sys.executable} is {sys.version_info[0]}.{sys.version_info[1]}, vLLM's CPU build needs 3.11 to "
+            f"3.14; "
             f"install one of these, for example `sudo apt-get install python3.12 python3.12-venv`."
         )
     free_gib = free_bytes(sources.folder.parent) / 2**30
     if free_gib < NEEDED_DISK_GIB:
         raise LauncherError(
-            f"disk: {sources.folder.parent} has {free_gib:.1f} GiB free, the environment needs {NEEDED_DISK_GIB:.0f} GiB; "
+            f"disk: {sources.folder.parent} has {free_gib:.1f} GiB free, the environment needs "
+            f"{NEEDED_DISK_GIB:.0f} GiB; "
             f"make room or move the checkout."
         )
 
@@ -175,7 +185,9 @@ def free_disk_bytes(path: Path) -> int:
 # Doing
 
 
-def make_environment(sources: Sources, log: Path, with_tests: bool = False, ambient: Mapping[str, str] = os.environ) -> None:
+def make_environment(
+    sources: Sources, log: Path, with_tests: bool = False, ambient: Mapping[str, str] = os.environ
+) -> None:
     """Brings the environment up to date; does nothing, quickly, when it is."""
     with environment_lock(sources):
         found = read_stamp(sources)
@@ -232,7 +244,12 @@ class Installer:
         self.must([str(self.sources.python), "-c", CHECK_TORCH], progress, "torch")
 
     def step_packages(self, progress) -> None:
-        self.must(lock_command(self.sources.python, self.sources.lock), progress, "packages", count_packages(self.sources.lock))
+        self.must(
+            lock_command(self.sources.python, self.sources.lock),
+            progress,
+            "packages",
+            count_packages(self.sources.lock),
+        )
 
     def step_tests(self, progress) -> None:
         self.must(lock_command(self.sources.python, self.sources.tests), progress, "tests")
@@ -241,7 +258,9 @@ class Installer:
         # Built from a copy: setuptools leaves its work, and deleted modules, in the folder that it builds.
         with tempfile.TemporaryDirectory() as scratch:
             copy = Path(scratch) / "overlay"
-            shutil.copytree(self.sources.overlay, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+            shutil.copytree(
+                self.sources.overlay, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+            )
             self.must(overlay_command(self.sources.python, copy), progress, "overlay")
         self.must([str(self.sources.python), "-c", WRITE_STARTUP, STARTUP_FILE, STARTUP_LINE], progress, "overlay")
         self.must([str(self.sources.python), "-c", CHECK_OVERLAY, PLUGIN], progress, "overlay")
@@ -249,7 +268,9 @@ class Installer:
     def must(self, command: list[str], progress, step: str, total: int = 0) -> None:
         code = self.call(command, progress, total)
         if code != 0:
-            self.fail(step, f"`python {' '.join(command[1:4]).splitlines()[0].strip()} ...` ended with exit code {code}")
+            self.fail(
+                step, f"`python {' '.join(command[1:4]).splitlines()[0].strip()} ...` ended with exit code {code}"
+            )
 
     def call(self, command: list[str], progress, total: int = 0) -> int:
         self.log.write(f"$ {' '.join(command)}\n")
@@ -280,7 +301,8 @@ class Installer:
         tail = path.read_text(errors="replace").splitlines()[-15:]
         console.say("\n" + "\n".join(f"    {line}" for line in tail))
         raise LauncherError(
-            f"environment: step {step}: {what}; nothing half-made will be used, look at {path} and start again.", Exit.SETUP
+            f"environment: step {step}: {what}; nothing half-made will be used, look at {path} and start again.",
+            Exit.SETUP,
         )
 
 

@@ -53,7 +53,7 @@ def refuse_second_start(state_file: StateFile) -> None:
     state = state_file.read_alive()
     if state:
         raise LauncherError(
-            f"Already running on http://{HOST}:{state.port} (pid {(state.server or state.launcher).pid}, phase {state.phase}); "
+            f"Already running on http://{HOST}:{state.port} (pid {state.main_process.pid}, phase {state.phase}); "
             f"`./start-local.sh status` tells more, `./start-local.sh stop` ends it.",
             Exit.BUSY,
         )
@@ -72,9 +72,9 @@ def check_before(values: Mapping[str, object]) -> list[canary.Question]:
     """Everything that can be known without starting anything."""
     port = values["port"]
     if not processes.port_is_free(port):
-        owner = processes.port_owner(port)
+        owner = processes.port_owner(port) or "a program of another user"
         raise LauncherError(
-            f"port: {HOST}:{port} is taken{f' by {owner}' if owner else ''}; end that program or choose another with --port."
+            f"port: {HOST}:{port} is taken by {owner}; end that program or choose another port with --port."
         )
     checkpoint.check_checkpoint(values["model"])
     return canary.questions_for_start(values["canary"])
@@ -190,7 +190,8 @@ def stop(values: Mapping[str, object]) -> Exit:
     clear_remains(state_file) if state_file.path.exists() else None
     if has_remains(state):
         raise LauncherError(
-            f"stop: processes of group {state.server.pid} are still there after being killed; `ps -g {state.server.pid}` shows them.",
+            f"stop: processes of group {state.server.pid} are still there after being killed; "
+            f"`ps -g {state.server.pid}` shows them.",
             Exit.SERVER,
         )
     print("Stopped.")
@@ -218,7 +219,7 @@ def status(values: Mapping[str, object]) -> Exit:
     rows = {
         "status": word, "phase": state.phase, "model id": MODEL_ID, "model": state.model,
         "address": f"http://{HOST}:{state.port}/v1", "answers": "yes" if answers else "no",
-        "uptime": duration(time.time() - state.since), "pid": (state.server or state.launcher).pid, "log": state.log,
+        "uptime": duration(time.time() - state.since), "pid": state.main_process.pid, "log": state.log,
     }  # fmt: skip
     print("\n".join(f"{name + ':':<10}{value}" for name, value in rows.items()))
     return Exit.OK if answers else (Exit.SERVER if state.ready else Exit.STARTING)

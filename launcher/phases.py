@@ -27,10 +27,15 @@ PHASES = (
 LISTENING = "listening"
 
 # `(Worker pid=12) ERROR 01-31 10:00:00 [file.py:10] ` in front of what a process says.
-PREFIX = re.compile(r"^(\(\S+ pid=\d+\) )?((?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?")
+PREFIX = re.compile(
+    r"^(\(\S+ pid=\d+\) )?((?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?"
+)
 EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)): (?P<message>.+)$")
 # Says only that another process has said more.
-SECOND_HAND = re.compile(r"See (?:root cause|stack trace)|Engine core initialization failed|initialization failed due to")
+SECOND_HAND = re.compile(
+    r"See (?:root cause|stack trace)|encountered an issue"
+    r"|Engine core initialization failed|initialization failed due to"
+)
 ADDRESS_IN_USE = re.compile(r"address already in use", re.IGNORECASE)
 QUANTIZATION = re.compile(r"Initializing a V1 LLM engine .*?\bquantization=(?P<method>\w+)")
 OUR_ERROR = "Exl3LoadError"

@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher.settings import HOST
 
 PROC = Path("/proc")
+TERMINATE_GRACE_S = 5
 
 
 def stat_fields(pid: int) -> list[str] | None:
@@ -46,9 +47,10 @@ def group_members(group: int) -> list[int]:
 def stop_group(group: int, grace_s: float = 20) -> None:
     """Asks the group's leader to end as Ctrl-C does, then makes sure that nobody of the group is left."""
     send(group, signal.SIGINT)
-    if not wait_until_gone(group, grace_s):
+    has_leader = start_time(group) is not None
+    if not wait_until_gone(group, grace_s if has_leader else 0):
         send_group(group, signal.SIGTERM)
-        if not wait_until_gone(group, 5):
+        if not wait_until_gone(group, TERMINATE_GRACE_S):
             send_group(group, signal.SIGKILL)
             wait_until_gone(group, 5)
 

@@ -76,8 +76,8 @@ def complete_lines(stream) -> Iterator[str]:
 def refuse_if_not_exl3(reader: phases.LogReader) -> None:
     if reader.quantization not in (None, "exl3"):
         raise LauncherError(
-            f"server: the engine runs the model with quantization={reader.quantization} where exl3 was expected, so the "
-            f"plugin was not used; remove .venv-local and start again.",
+            f"server: the engine runs the model with quantization={reader.quantization} where exl3 was expected, so "
+            f"the plugin was not used; remove .venv-local and start again.",
             Exit.SERVER,
         )
 
@@ -87,7 +87,8 @@ def refuse_if_dead(server: subprocess.Popen, reader: phases.LogReader, log: Path
     if code is None:
         return
     raise LauncherError(
-        f"server: died in phase {reader.phase} ({how_it_ended(code)}): {reader.reason()} The whole log: {log}", Exit.SERVER
+        f"server: died in phase {reader.phase} ({how_it_ended(code)}): {reader.reason()} The whole log: {log}",
+        Exit.SERVER,
     )
 
 
@@ -98,7 +99,8 @@ def how_it_ended(code: int) -> str:
 def refuse_if_late(progress: Progress, reader: phases.LogReader, log: Path) -> None:
     if progress.elapsed_s > reader.limit_s:
         raise LauncherError(
-            f"server: phase {reader.phase} is not over after {reader.limit_s} s, its last line was {reader.last_line!r}; "
+            f"server: phase {reader.phase} is not over after {reader.limit_s} s, its last line was "
+            f"{reader.last_line[:200]!r}; "
             f"the machine may be too busy or the server stuck, look at {log}.",
             Exit.SERVER,
         )

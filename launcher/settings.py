@@ -49,9 +49,9 @@ TABLE = (
     Setting("model", Path, REPOSITORY / "models/local", Goes.SERVER, "Folder of the EXL3 checkpoint to serve."),
     Setting(
         "canary", Path, None, Goes.LAUNCHER,
-        "File of questions that must be answered correctly before the start counts; default: canary.json in the model folder.",
+        "File of questions that must be answered correctly at the start; default: canary.json in the model folder.",
     ),
-    Setting("max_model_len", int, 2048, Goes.SERVER, "Longest context in tokens; vLLM's CPU side ends at 2048.", 64, 2048),
+    Setting("max_model_len", int, 2048, Goes.SERVER, "Longest context in tokens; the CPU side ends at 2048.", 64, 2048),
     Setting("tensor_parallel_size", int, 1, Goes.SERVER, "Number of processes that share each layer.", 1, 8),
     Setting("expert_parallel", bool, False, Goes.SERVER, "Give each process whole experts instead of slices of all."),
     Setting(
@@ -60,7 +60,7 @@ TABLE = (
     ),
     Setting("kv_cache_gib", int, 1, Goes.SERVER_ENVIRONMENT, "Memory for the KV cache of each process, GiB.", 1, 64),
     Setting("detach", bool, False, Goes.LAUNCHER, "Return once the server is ready instead of serving until Ctrl-C."),
-    Setting("run_dir", Path, REPOSITORY / ".run", Goes.LAUNCHER, "Folder of the state file, the logs and vLLM's caches."),
+    Setting("run_dir", Path, REPOSITORY / ".run", Goes.LAUNCHER, "Folder of the state, the logs and vLLM's caches."),
     Setting(
         "api_key", str, "", Goes.SERVER_ENVIRONMENT,
         "Key that clients must send. Taken from the environment only.", from_environment="VLLM_API_KEY",

