@@ -38,21 +38,23 @@ def process_weights_after_loading(original):
 
 def apply_experts(original):
     @functools.wraps(original)
-    def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs):
+    def apply(self, *, output, hidden_states, w1, w2, topk_weights, topk_ids, expert_map, **rest):
         limit = self.moe_config.swiglu_limit
         if limit is None:
-            original(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs)
-        else:
-            output.copy_(clamped_swiglu_experts(hidden_states, w1, w2, topk_weights, topk_ids, limit))
+            named = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
+            return original(self, output=output, hidden_states=hidden_states, w1=w1, w2=w2, **named, **rest)
+        ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+        output.copy_(clamped_swiglu_experts(hidden_states, w1, w2, topk_weights, ids, limit))
 
     return apply
 
 
 def clamped_swiglu_experts(x, w13, w2, weights, ids, limit: float) -> torch.Tensor:
     """x [tokens, hidden], w13 [experts, 2 * width, hidden], w2 [experts, hidden, width], weights and ids
-    [tokens, top_k]. Returns the weighted sums of the experts' outputs, summed in fp32."""
+    [tokens, top_k]; -1 is an expert of another rank. Returns the weighted sums of the experts' outputs,
+    summed in fp32."""
     total = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in ids.unique().tolist():
+    for expert in ids[ids >= 0].unique().tolist():
         rows, slots = (ids == expert).nonzero(as_tuple=True)
         gate, up = F.linear(x[rows], w13[expert]).float().chunk(2, -1)
         inner = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
