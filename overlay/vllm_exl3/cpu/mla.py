@@ -38,3 +38,29 @@ def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
         weights = torch.softmax(self.scale * (q[i].float() @ keys.T), -1)
         out[i] = (weights @ keys[:, : self.kv_lora_rank]).to(out.dtype)
     return out, None
+
+
+def zero_block_ids(self, block_ids: list[int]) -> None:
+    """Clear blocks of the cache manager, whose numbers these are; the caches are views in kernel blocks.
+
+    Clearing kernel blocks of the same numbers would wipe what other layers keep there, such as the KDA
+    states of running requests."""
+    for cache in _attention_caches(self):
+        parts = cache.shape[0] // self.kv_cache_config.num_blocks
+        for block in block_ids:
+            cache[block * parts : (block + 1) * parts].zero_()
+
+
+def _attention_caches(runner) -> list[torch.Tensor]:
+    """The distinct caches of the full-attention layers."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    layers = runner.compilation_config.static_forward_context
+    caches = [
+        layers[name].kv_cache
+        for group in runner.kv_cache_config.kv_cache_groups
+        if isinstance(group.kv_cache_spec, FullAttentionSpec)
+        for name in group.layer_names
+        if name in layers
+    ]
+    return list({c.data_ptr(): c for c in caches if isinstance(c, torch.Tensor)}.values())

@@ -75,6 +75,13 @@ TABLE = (
         instead(classmethod(mla.supports_block_size)),
     ),
     Override(
+        "vllm.v1.worker.cpu_model_runner", "CPUModelRunner._zero_block_ids",
+        "It takes the manager's block numbers for the kernel's and wipes KDA states of running requests.",
+        "it multiplies by the kernel blocks per block.",
+        ("93e5ea9760f46fef",),
+        instead(mla.zero_block_ids),
+    ),
+    Override(
         _MLA, "CPUMLAImpl.do_kv_cache_update",
         "The original cannot write rows without rotary channels.", _NOPE_UNTIL,
         ("e86b54c5f8d5433f",),
