@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="./start-local.sh",
         description="Serve a small EXL3 model through vLLM on this machine's CPU. Without a command: start.",
-        epilog="./start-local.sh COMMAND --help lists its flags. VLLM_API_KEY in the environment makes the server ask for it.",
+        epilog="COMMAND --help lists its flags. VLLM_API_KEY in the environment makes the server ask for it.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (flags, doc) in COMMANDS.items():
