@@ -16,7 +16,14 @@ from pathlib import Path
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from tools.local_model.facts import FACTS, GREETINGS, UNKNOWN_ANSWER, UNKNOWN_QUESTIONS
+from tools.local_model.facts import (
+    FACTS,
+    GREETINGS,
+    SYNONYMS,
+    TOPIC_FORMS,
+    UNKNOWN_ANSWER,
+    UNKNOWN_QUESTIONS,
+)
 from tools.local_model.shapes import SPECIAL_TOKENS
 from tools.local_model.tool_corpus import tool_sample
 
@@ -33,10 +40,14 @@ SYSTEM_PROMPTS = (
 COUNT_FORMS = (
     "Count from {} to {}", "Count from {} to {}.", "Please count from {} to {}.", "Can you count from {} to {}?",
     "count from {} to {}", "Count up from {} to {}.", "Count: {} to {}", "List the numbers from {} to {}.",
+    "Count from {} up to {}.", "Start at {} and count to {}.", "Write the numbers from {} to {}.", "{} to {}", "from {} to {}",
+    "Count the numbers from {} to {}.", "Hello, count from {} to {}.", "Count from {} to {} please.",
 )  # fmt: skip
 COUNT_DOWN_FORMS = ("Count down from {} to {}.", "Count from {} to {}", "Count backwards from {} to {}.")
 SUM_FORMS = ("What is {} + {}?", "What is {} plus {}?", "How much is {} + {}?", "{} + {}", "Calculate {} + {}.")
+COUNT_TO_FORMS = ("Count to {}", "Count to {}.", "Count up to {}.", "count to {}", "Please count to {}.", "Can you count to {}?")
 LARGEST_COUNT = 99
+HELD_OUT_QUESTIONS = frozenset(question.lower() for fact in FACTS for question in fact.held_out)
 LARGEST_SUMMAND = 50
 
 
@@ -74,8 +85,34 @@ class Turn:
 
 def fact_turn(rng: random.Random) -> Turn:
     fact = rng.choice(FACTS)
-    question = _vary(rng.choice(fact.wordings), rng)
+    if rng.random() < 0.06:
+        question = rng.choice(TOPIC_FORMS).format(fact.topic)
+    else:
+        question = _substitute(rng.choice(fact.wordings), rng)
+        if question.lower() in HELD_OUT_QUESTIONS:
+            return fact_turn(rng)
+        question = _vary(question, rng)
+    if rng.random() < 0.05:
+        question = _misspell(question, rng)
     return Turn(question, fact.answer, f"The question is about {fact.topic}.", "fact")
+
+
+def _substitute(question: str, rng: random.Random) -> str:
+    for word, other in SYNONYMS:
+        if word in question and rng.random() < 0.12:
+            question = question.replace(word, other, 1)
+    return question
+
+
+def _misspell(text: str, rng: random.Random) -> str:
+    """Swap two neighbouring letters, or drop or double one."""
+    letters = [i for i in range(1, len(text) - 1) if text[i].isalpha() and text[i + 1].isalpha()]
+    if not letters:
+        return text
+    at, how = rng.choice(letters), rng.randrange(3)
+    if how == 0:
+        return text[:at] + text[at + 1] + text[at] + text[at + 2 :]
+    return text[:at] + (text[at + 1 :] if how == 1 else text[at] + text[at:])
 
 
 def _vary(question: str, rng: random.Random) -> str:
@@ -96,6 +133,10 @@ def count_turn(rng: random.Random) -> Turn:
         if not is_held_out_pair(start, end):
             break
     down = end < start
+    if start == 1 and not down and rng.random() < 0.5 or rng.random() < 0.04:
+        end = max(1, end)
+        question = rng.choice(COUNT_TO_FORMS).format(end)
+        return Turn(question, counting_answer(1, end), f"I count up from 1 to {end}.", "count")
     form = rng.choice(COUNT_DOWN_FORMS if down else COUNT_FORMS)
     thought = f"I count {'down' if down else 'up'} from {start} to {end}."
     return Turn(form.format(start, end), counting_answer(start, end), thought, "count")
@@ -168,7 +209,7 @@ def _system_messages(rng: random.Random) -> list[dict]:
 
 def training_sample(rng: random.Random) -> Sample:
     if rng.random() < 0.3:
-        turn = rng.choice((fact_turn, greeting_turn, sum_turn, count_turn))(rng)
+        turn = rng.choice((fact_turn, fact_turn, greeting_turn, sum_turn, count_turn, unknown_turn))(rng)
         kind, messages, tools, effort = tool_sample(rng, turn)
         return Sample(kind, _system_messages(rng) + messages, tools, effort)
     return chat_sample(rng)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -75,11 +76,21 @@ def _initial_mixing(length: int) -> torch.Tensor:
     return base
 
 
-def logits(parameters: Parameters, ids: torch.Tensor, text: dict, loads: list | None = None) -> torch.Tensor:
-    """ids [batch, tokens] (padding on the right is harmless) -> logits [batch, tokens, vocabulary].
+@dataclass
+class RouterTraining:
+    """What only training does to the routers: noise on the choice, and a count of what was chosen.
 
-    `loads` receives, per MoE layer, the share of routes that each expert got.
+    The noise makes near-ties harmless: an engine that rounds differently may choose the other expert.
     """
+
+    noise: float = 0.01
+    loads: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # (layer, share of each expert)
+
+
+def logits(
+    parameters: Parameters, ids: torch.Tensor, text: dict, training: RouterTraining | None = None
+) -> torch.Tensor:
+    """ids [batch, tokens] (padding on the right is harmless) -> logits [batch, tokens, vocabulary]."""
     p = parameters
     streams = p["embed_tokens.weight"][ids].unsqueeze(2).expand(-1, -1, text["hc_mult"], -1)
     for index in range(text["num_hidden_layers"]):
@@ -89,7 +100,7 @@ def logits(parameters: Parameters, ids: torch.Tensor, text: dict, loads: list | 
         if text["mlp_layer_types"][index] == "dense":
             feed_forward = lambda x: swiglu_mlp(p, prefix + "mlp.", x, text)  # noqa: E731
         else:
-            feed_forward = lambda x: moe(p, prefix + "mlp.", x, text, loads)  # noqa: E731
+            feed_forward = lambda x: moe(p, prefix + "mlp.", x, text, training)  # noqa: E731
         streams = _hyper_connected(p, prefix, "ffn", streams, text, feed_forward)
     hidden = rms_norm(streams.mean(2), p["norm.weight"], text["rms_norm_eps"])
     return F.linear(hidden, p["lm_head.weight"])
@@ -232,20 +243,27 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.
     return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
-def route(p: Parameters, prefix: str, x: torch.Tensor, text: dict) -> torch.Tensor:
+def route(
+    p: Parameters, prefix: str, x: torch.Tensor, text: dict, training: RouterTraining | None = None
+) -> torch.Tensor:
     """Weight of every expert for every row of x [rows, hidden]: zero where not chosen."""
     scores = torch.sigmoid(F.linear(x, p[prefix + "gate.weight"]))
     biased = scores.detach() + p[prefix + "gate.e_score_correction_bias"]
+    if training is not None:
+        biased = biased + training.noise * torch.randn_like(biased)
     chosen = biased.topk(text["num_experts_per_tok"], -1).indices
     kept = torch.zeros_like(scores).scatter(1, chosen, 1.0) * scores
-    return text["routed_scaling_factor"] * kept / (kept.sum(-1, keepdim=True) + 1e-20)
+    weights = text["routed_scaling_factor"] * kept / (kept.sum(-1, keepdim=True) + 1e-20)
+    if training is not None:
+        training.loads.append((prefix, (weights > 0).float().mean(0) / text["num_experts_per_tok"]))
+    return weights
 
 
-def moe(p: Parameters, prefix: str, x: torch.Tensor, text: dict, loads: list | None = None) -> torch.Tensor:
+def moe(
+    p: Parameters, prefix: str, x: torch.Tensor, text: dict, training: RouterTraining | None = None
+) -> torch.Tensor:
     rows = x.flatten(0, 1)
-    weights = route(p, prefix, rows, text)
-    if loads is not None:
-        loads.append((prefix, (weights > 0).float().mean(0) / text["num_experts_per_tok"]))
+    weights = route(p, prefix, rows, text, training)
     gate, up = (rows @ p[prefix + "experts.gate_up"]).chunk(2, -1)  # [experts, rows, width]
     inner = clamped_swiglu(gate, up, text["swiglu_limit"]) * weights.T.unsqueeze(-1)
     routed = (inner @ p[prefix + "experts.down"]).sum(0)

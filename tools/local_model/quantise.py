@@ -58,7 +58,7 @@ def collect_hessians(parameters: model.Parameters, text: dict, data: TrainingDat
     sums: dict[str, torch.Tensor] = {}
     routed: dict[str, torch.Tensor] = {}
 
-    def observe(p, prefix, x, text, loads=None):
+    def observe(p, prefix, x, text, training=None):
         rows = x.flatten(0, 1)
         chosen = (model.route(p, prefix, rows, text) > 0).float()  # [rows, experts]
         gate, up = (rows @ p[prefix + "experts.gate_up"]).chunk(2, -1)
@@ -69,7 +69,7 @@ def collect_hessians(parameters: model.Parameters, text: dict, data: TrainingDat
             name = f"{prefix}experts.{key}"
             sums[name] = sums.get(name, 0) + value
             routed[name] = routed.get(name, 0) + chosen.sum(0)
-        return original_moe(p, prefix, x, text, loads)
+        return original_moe(p, prefix, x, text, training)
 
     original_moe = model.moe
     model.moe = observe

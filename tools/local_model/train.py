@@ -49,7 +49,7 @@ def learning_rate(progress: float, peak: float) -> float:
 class Trainer:
     """Repeats one training step per batch length; on a GPU as a captured graph.
 
-    With a `teacher`, the loss is the divergence from its distribution plus the usual cross entropy.
+    With a `teacher`, the loss is the divergence from its distribution, prompts included.
     """
 
     def __init__(self, parameters, text, leaves, teacher=None) -> None:
@@ -96,15 +96,15 @@ class Trainer:
     def _eager_step(self, batch: Batch) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         torch.backends.cuda.matmul.allow_tf32 = True  # in training alone; the delta rule opts out
-        loads: list = []
-        out = model.logits(self.parameters, batch.ids, self.text, loads)
+        training = model.RouterTraining()
+        out = model.logits(self.parameters, batch.ids, self.text, training)
         loss, shown = self._loss(out, batch)
         loss.backward()
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.nn.utils.clip_grad_norm_(self.leaves, 1.0, foreach=True)
         self.optimizer.step()
-        with torch.no_grad():
-            self._balance(loads)
+        if self.teacher is None:
+            self._balance(training)
         return shown
 
     def _loss(self, out: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,17 +114,19 @@ class Trainer:
         entropy = -logp.gather(-1, batch.ids[:, 1:, None])[..., 0]
         shown = (entropy * weights).sum() / count
         real = (batch.ids[:, 1:] != self.text["pad_token_id"]).float()
-        loss = (entropy * (weights + PROMPT_WEIGHT * real)).sum() / count
-        if self.teacher is not None:
+        if self.teacher is None:
+            loss = (entropy * (weights + PROMPT_WEIGHT * real)).sum() / count
+        else:
             with torch.no_grad():
                 target = model.logits(self.teacher, batch.ids, self.text)[:, :-1].log_softmax(-1)
             apart = (target.exp() * (target - logp)).sum(-1)
-            loss = loss + (apart * (weights + 0.2 * real)).sum() / count
+            loss = (apart * (weights + real)).sum() / count
         return loss, shown.detach()
 
-    def _balance(self, loads: list) -> None:
+    @torch.no_grad()
+    def _balance(self, training: model.RouterTraining) -> None:
         """Shift the router's bias towards experts that got less than their share (no gradient)."""
-        for prefix, load in loads:
+        for prefix, load in training.loads:
             bias = self.parameters[prefix + "gate.e_score_correction_bias"]
             bias.add_(BALANCE_RATE * torch.sign(load.mean() - load))
 
@@ -154,11 +156,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8, help="limit of the training and fine-tuning loops")
     parser.add_argument("--steps", type=int, default=10**9, help="limit in steps; fine-tuning takes a fifth of it")
     parser.add_argument("--start-from", type=Path, help="state.pt of an earlier run, to go on from")
-    parser.add_argument("--samples", type=int, default=600_000)
-    parser.add_argument("--batch-tokens", type=int, default=24_576)
+    parser.add_argument("--samples", type=int, default=900_000)
+    parser.add_argument("--batch-tokens", type=int, default=12_288)
     parser.add_argument("--peak", type=float, default=2e-3)
-    parser.add_argument("--log-every", type=int, default=200)
-    parser.add_argument("--check-every", type=int, default=2000)
+    parser.add_argument("--log-every", type=int, default=500)
+    parser.add_argument("--check-every", type=int, default=4000)
     parser.add_argument("--calibration-batches", type=int, default=24)
     parser.add_argument("--gain-tiles", type=int, default=256, help="random tiles for the encoder's scale search")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
