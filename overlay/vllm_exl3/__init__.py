@@ -25,9 +25,11 @@ def register() -> None:
         )
     from vllm.platforms import current_platform
 
+    from vllm_exl3 import glm5_next
     from vllm_exl3.config import Exl3Config
 
     register_quantization_config("exl3")(Exl3Config)
+    glm5_next.install()
     if current_platform.is_cpu():
         from vllm_exl3 import cpu
 

@@ -43,10 +43,10 @@ def create_model_config(original):
 def _refuse_long_context(length: int, asked: int | None, limit: int) -> None:
     if length <= limit:
         return
-    origin = "--max-model-len" if asked == length else "config.json and no --max-model-len"
+    origin = "--max-model-len" if asked == length else "config.json (no --max-model-len was given)"
     raise ValueError(
         f"GLM-5.3 on the CPU platform has dense attention only, and dense and sparse attention are equal up to "
-        f"index_topk = {limit:,} tokens, but {origin} ask for {length:,}: start with --max-model-len {limit} or less."
+        f"index_topk = {limit:,} tokens, but {origin} asks for {length:,}: start with --max-model-len {limit} or less."
     )
 
 

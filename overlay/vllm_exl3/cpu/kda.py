@@ -108,9 +108,7 @@ def _to_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
 # In place of vLLM's kernels
 
 
-def gather_initial_states(
-    state: torch.Tensor, indices: torch.Tensor, has_initial_state: torch.Tensor
-) -> torch.Tensor:
+def gather_initial_states(state: torch.Tensor, indices: torch.Tensor, has_initial_state: torch.Tensor) -> torch.Tensor:
     """State rows of the sequences; zeros where a sequence has none yet."""
     rows = state[indices.long().clamp_min(0)]
     rows[~has_initial_state] = 0
@@ -147,9 +145,7 @@ def chunk_kda_with_fused_gate(
         if first == end:
             continue
         s = slice(first, end)
-        rows, last_states[i] = chunked(
-            q[s], k[s], values[s], g[s], beta[s], last_states[i], min(block, end - first)
-        )
+        rows, last_states[i] = chunked(q[s], k[s], values[s], g[s], beta[s], last_states[i], min(block, end - first))
         out[0, s] = rows.to(v.dtype)
     return out, last_states
 
