@@ -14,6 +14,8 @@ after which outputs and the next state are three products. The functions in the 
 by vLLM in place of its Triton kernels and have their names, arguments and layouts.
 """
 
+from itertools import pairwise
+
 import torch
 
 # e^{-G} must stay finite in fp32 (largest e^88) over one block.
@@ -141,7 +143,7 @@ def chunk_kda_with_fused_gate(
     values, beta = v[0].float(), beta[0].float()
     out, last_states = torch.zeros_like(v), initial_state.float()
     bounds, block = cu_seqlens.tolist(), block_length(lower_bound)
-    for i, (first, end) in enumerate(zip(bounds, bounds[1:])):
+    for i, (first, end) in enumerate(pairwise(bounds)):
         if first == end:
             continue
         s = slice(first, end)

@@ -157,8 +157,8 @@ def _changed(override: Override, seen: str) -> str:
 
     return (
         f"{override.name} of vLLM {vllm.__version__} is not what the CPU override was written for: {seen}, known "
-        f"are {', '.join(override.known)}. It is replaced because {override.why}. Install the vLLM version of requirements/, or review the override in "
-        f"{__name__} and add the fingerprint."
+        f"are {', '.join(override.known)}. It is replaced because {override.why}. Install the vLLM version of "
+        f"requirements/, or review the override in {__name__} and add the fingerprint."
     )
 
 
