@@ -43,6 +43,7 @@ def test_a_context_within_the_limit_is_dense(model):
     assert config.max_model_len == 2048 and config.hf_text_config.index_topk is None
     assert args.attention_backend == "CPU_MLA"
     assert args.enable_prefix_caching is False and args.enable_chunked_prefill is False
+    assert config.enforce_eager is True
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class Engine:
 
         self.llm = LLM(
             str(model), skip_tokenizer_init=True, dtype=dtype, max_model_len=LIMIT, max_num_seqs=4,
-            enforce_eager=True, max_logprobs=VOCAB,
+            max_logprobs=VOCAB,
         )  # fmt: skip
 
     def run(self, prompts, starts=None, tokens=8):

@@ -35,6 +35,8 @@ def create_model_config(original):
             _use_dense_attention(self, config)
             # Decided here, since the platform would change them after other settings were derived.
             self.enable_prefix_caching = self.enable_chunked_prefill = False
+            # Otherwise vLLM warms up GPU kernels that the CPU build does not have.
+            self.enforce_eager = config.enforce_eager = True
         return config
 
     return create
