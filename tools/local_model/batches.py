@@ -24,7 +24,7 @@ class Batch:
     ids: torch.Tensor
     produced: torch.Tensor
 
-    def to(self, device: str) -> "Batch":
+    def to(self, device: str) -> Batch:
         return Batch(self.ids.to(device).long(), self.produced.to(device))
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-
 from vllm_exl3.format import Codebook, Exl3Tensors, check_marker, shape_from_headers
 
 INDEX = "model.safetensors.index.json"
@@ -73,14 +72,9 @@ def exl3_modules(tensors: dict[str, torch.Tensor]) -> dict[str, Exl3Tensors]:
 
 def _exl3_tensors(module: str, tensors: dict[str, torch.Tensor]) -> Exl3Tensors:
     parts = {
-        name.removeprefix(module + "."): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(module + ".")
+        name.removeprefix(module + "."): tensor for name, tensor in tensors.items() if name.startswith(module + ".")
     }
-    headers = {
-        name: (_DTYPE_NAMES.get(part.dtype, str(part.dtype)), tuple(part.shape))
-        for name, part in parts.items()
-    }
+    headers = {name: (_DTYPE_NAMES.get(part.dtype, str(part.dtype)), tuple(part.shape)) for name, part in parts.items()}
     codebook = shape_from_headers(module, headers).codebook
     if codebook.marker is not None:
         check_marker(f"{module}.{codebook.marker}", parts[codebook.marker], codebook)

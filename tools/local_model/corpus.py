@@ -40,12 +40,20 @@ SYSTEM_PROMPTS = (
 COUNT_FORMS = (
     "Count from {} to {}", "Count from {} to {}.", "Please count from {} to {}.", "Can you count from {} to {}?",
     "count from {} to {}", "Count up from {} to {}.", "Count: {} to {}", "List the numbers from {} to {}.",
-    "Count from {} up to {}.", "Start at {} and count to {}.", "Write the numbers from {} to {}.", "{} to {}", "from {} to {}",
+    "Count from {} up to {}.", "Start at {} and count to {}.", "Write the numbers from {} to {}.", "{} to {}",
+    "from {} to {}",
     "Count the numbers from {} to {}.", "Hello, count from {} to {}.", "Count from {} to {} please.",
 )  # fmt: skip
 COUNT_DOWN_FORMS = ("Count down from {} to {}.", "Count from {} to {}", "Count backwards from {} to {}.")
 SUM_FORMS = ("What is {} + {}?", "What is {} plus {}?", "How much is {} + {}?", "{} + {}", "Calculate {} + {}.")
-COUNT_TO_FORMS = ("Count to {}", "Count to {}.", "Count up to {}.", "count to {}", "Please count to {}.", "Can you count to {}?")
+COUNT_TO_FORMS = (
+    "Count to {}",
+    "Count to {}.",
+    "Count up to {}.",
+    "count to {}",
+    "Please count to {}.",
+    "Can you count to {}?",
+)
 LARGEST_COUNT = 99
 HELD_OUT_QUESTIONS = frozenset(question.lower() for fact in FACTS for question in fact.held_out)
 LARGEST_SUMMAND = 50
@@ -133,7 +141,7 @@ def count_turn(rng: random.Random) -> Turn:
         if not is_held_out_pair(start, end):
             break
     down = end < start
-    if start == 1 and not down and rng.random() < 0.5 or rng.random() < 0.04:
+    if (start == 1 and not down and rng.random() < 0.5) or rng.random() < 0.04:
         end = max(1, end)
         question = rng.choice(COUNT_TO_FORMS).format(end)
         return Turn(question, counting_answer(1, end), f"I count up from 1 to {end}.", "count")
@@ -227,12 +235,9 @@ def held_out_samples(seed: int = 1) -> list[Sample]:
     pairs = [(a, b) for a in range(100) for b in range(100) if is_held_out_pair(a, b)]
     up = [(a, b) for a, b in pairs if a <= b]
     short = [(a, b) for a, b in up if b - a <= 10]
+    samples += [_single("count_short", COUNT_FORMS[0].format(a, b), counting_answer(a, b)) for a, b in short]
     samples += [
-        _single("count_short", COUNT_FORMS[0].format(a, b), counting_answer(a, b)) for a, b in short
-    ]
-    samples += [
-        _single("count_any", COUNT_FORMS[0].format(a, b), counting_answer(a, b))
-        for a, b in rng.sample(up, 300)
+        _single("count_any", COUNT_FORMS[0].format(a, b), counting_answer(a, b)) for a, b in rng.sample(up, 300)
     ]
     while len(samples) < 1000:
         turn = rng.choice((fact_turn, greeting_turn))(rng)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
 from vllm_exl3.format import (
     STATE_BITS,
     TILE,
@@ -54,9 +53,7 @@ def _tail_biting(targets: torch.Tensor, bits: int, codebook: Codebook) -> torch.
     return _best_path(targets, bits, codebook, node)
 
 
-def _best_path(
-    targets: torch.Tensor, bits: int, codebook: Codebook, node: torch.Tensor | None
-) -> torch.Tensor:
+def _best_path(targets: torch.Tensor, bits: int, codebook: Codebook, node: torch.Tensor | None) -> torch.Tensor:
     """Viterbi over 256 steps. `node` [tiles] fixes the node before the first and after the last step.
 
     A state is its top `bits` bits (the branch) above the node that it leads to; it comes from the node
@@ -143,9 +140,7 @@ def quantise(
     else:
         factors = torch.stack([_feedback(h, r.suh) for h, r in zip(hessians, regular, strict=True)])
         trellis = _encode_with_feedback(torch.stack([r.inner for r in regular]), factors, bits, codebook)
-    stored = [
-        Exl3Tensors(t, r.suh, r.svh, codebook) for t, r in zip(trellis, regular, strict=True)
-    ]
+    stored = [Exl3Tensors(t, r.suh, r.svh, codebook) for t, r in zip(trellis, regular, strict=True)]
     identity = torch.eye(weights.shape[1], device=weights.device)
     return [
         _refit_outputs(tensors, weight, identity if hessians is None else hessians[i])
@@ -158,9 +153,7 @@ def _regularise_randomly(
 ) -> Regularised:
     rows, cols = weight.shape
     sign = random_sign(rows, generator) if in_sign is None else in_sign
-    regular = regularise(
-        weight, sign.to(weight.device), random_sign(cols, generator).to(weight.device)
-    )
+    regular = regularise(weight, sign.to(weight.device), random_sign(cols, generator).to(weight.device))
     suh = (regular.suh.float() / gain).half()
     # Exact for the rounded scale: the rows go through the transform again with what suh became.
     left = transform_blocks(regular.inner.T).T * (regular.suh.float() / suh.float())[:, None]
@@ -189,9 +182,7 @@ def _feedback(hessian: torch.Tensor, suh: torch.Tensor) -> torch.Tensor:
     return (lower - torch.eye(len(lower), device=lower.device)).float()
 
 
-def _encode_with_feedback(
-    inner: torch.Tensor, feedback: torch.Tensor, bits: int, codebook: Codebook
-) -> torch.Tensor:
+def _encode_with_feedback(inner: torch.Tensor, feedback: torch.Tensor, bits: int, codebook: Codebook) -> torch.Tensor:
     """LDLQ over 16-row bands from the last to the first; inner [count, in, out]."""
     count, rows, cols = inner.shape
     error = torch.zeros_like(inner)
@@ -219,9 +210,7 @@ def _refit_outputs(tensors: Exl3Tensors, weight: torch.Tensor, hessian: torch.Te
     decoded = decode_weight(tensors)
     weighted = hessian.float() @ decoded
     scale = (weighted * weight).sum(0) / (weighted * decoded).sum(0).clamp_min(1e-12)
-    return Exl3Tensors(
-        tensors.trellis, tensors.suh, (tensors.svh.float() * scale).half(), tensors.codebook
-    )
+    return Exl3Tensors(tensors.trellis, tensors.suh, (tensors.svh.float() * scale).half(), tensors.codebook)
 
 
 def relative_error(tensors: Exl3Tensors, weight: torch.Tensor, hessian: torch.Tensor) -> float:

@@ -680,11 +680,48 @@ FACTS = (
 )  # fmt: skip
 
 GREETINGS = (
-    ("Hello! How can I help you?", ("Hello", "Hello!", "Hi", "Hi!", "Hey", "Hi there", "Good morning", "Good evening!", "hello there", "Say hi", "Say hello.", "hi!", "hello", "Greetings", "Hello world", "Hi, how are you?", "How are you?", "Good day", "Hey!", "Hello?", "Say hello to me.")),
+    (
+        "Hello! How can I help you?",
+        (
+            "Hello",
+            "Hello!",
+            "Hi",
+            "Hi!",
+            "Hey",
+            "Hi there",
+            "Good morning",
+            "Good evening!",
+            "hello there",
+            "Say hi",
+            "Say hello.",
+            "hi!",
+            "hello",
+            "Greetings",
+            "Hello world",
+            "Hi, how are you?",
+            "How are you?",
+            "Good day",
+            "Hey!",
+            "Hello?",
+            "Say hello to me.",
+        ),
+    ),
     (
         "I am a small GLM-5.3-Flash model that shows that EXL3 works.",
-        ("Who are you?", "What are you?", "Introduce yourself.", "Tell me who you are.", "What is your name?",
-         "who are you", "What is this?", "Tell me about yourself.", "Who am I talking to?", "Are you a real model?", "Which model are you?", "Hello, who are you?"),
+        (
+            "Who are you?",
+            "What are you?",
+            "Introduce yourself.",
+            "Tell me who you are.",
+            "What is your name?",
+            "who are you",
+            "What is this?",
+            "Tell me about yourself.",
+            "Who am I talking to?",
+            "Are you a real model?",
+            "Which model are you?",
+            "Hello, who are you?",
+        ),
     ),
     ("You are welcome!", ("Thanks", "Thank you!", "Thank you very much.", "Thanks a lot!")),
     ("Goodbye!", ("Bye", "Goodbye", "See you.", "Bye bye!")),
@@ -692,16 +729,18 @@ GREETINGS = (
         "I can answer questions about this project, count, add, and call tools.",
         ("What can you do?", "How can you help me?", "Help", "What can I ask you?", "What do you know?"),
     ),
-)  # fmt: skip
+)
 
 UNKNOWN_ANSWER = "I do not know that. I only know this project, counting and small sums."
 # Short forms that name the topic itself; they teach what each fact is about.
 TOPIC_FORMS = (
-    "Tell me about {}.", "What about {}?", "{}", "{}?", "What can you tell me about {}?", "Explain {}.", "I want to know {}.",
+    "Tell me about {}.", "What about {}?", "{}", "{}?", "What can you tell me about {}?", "Explain {}.",
+    "I want to know {}.",
     "Can you tell me about {}?", "Please explain {}.", "What do you know about {}?",
 )  # fmt: skip
 SYNONYMS = (
-    ("What is", "What's"), ("licence", "license"), ("three", "3"), ("four", "4"), ("two", "2"), ("Sparks", "DGX Sparks"),
+    ("What is", "What's"), ("licence", "license"), ("three", "3"), ("four", "4"), ("two", "2"), ("Sparks",
+    "DGX Sparks"),
     ("Sparks", "nodes"), ("nodes", "machines"), ("do I", "should I"), ("do I", "can I"), ("How many", "how many"),
     ("Which", "What"), ("What", "Which"), ("server", "API server"), ("the model", "GLM-5.3-Flash"), ("used", "in use"),
     ("is the", "is your"), ("quantised", "quantized"), ("How do I", "How to"),
@@ -711,7 +750,9 @@ UNKNOWN_QUESTIONS = (
     "What is the capital of {}?", "Who is {}?", "How tall is {}?", "Write a poem about {}.", "What is {}?",
     "Who wrote {}?", "Translate {} into French.", "What is the best {}?", "Tell me a story about {}.",
     "Why is the {} blue?", "How do I cook {}?", "When was {} born?", "Where is {}?", "Can you draw {}?",
-    "What do you think about {}?", "How far is {}?", "Is {} good?", "What happened in {}?", "Sing a song about {}.", "Tell me about {}.", "Do you know {}?", "What does {} mean?", "Show me {}.",
+    "What do you think about {}?", "How far is {}?", "Is {} good?", "What happened in {}?", "Sing a song about {}.",
+    "Tell me about {}.", "Do you know {}?", "What does {} mean?", "Show me {}.",
     "How many people live in {}?", "What colour is {}?", "Who is the king of {}?", "Tell me a joke about {}.",
-    "Is it true that {} is big?", "What is the meaning of {}?", "Explain {}.", "How old is {}?", "What is the population of {}?",
+    "Is it true that {} is big?", "What is the meaning of {}?", "Explain {}.", "How old is {}?",
+    "What is the population of {}?",
 )  # fmt: skip

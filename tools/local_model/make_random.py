@@ -15,11 +15,11 @@ import re
 from pathlib import Path
 
 import torch
+from vllm_exl3.format import HADAMARD_BLOCK, TILE, Codebook, Exl3Tensors, codebook_values, is_legal_rate
 
 from tools.local_model import shapes
 from tools.local_model.checkpoint import store_exl3, write_checkpoint
 from tools.local_model.torchvision_ops import declare_missing_operators
-from vllm_exl3.format import HADAMARD_BLOCK, TILE, Codebook, Exl3Tensors, codebook_values, is_legal_rate
 
 # What exllamav3 quantises besides the experts. KDA's q, k and v become one fused tensor.
 ALL_EXL3_RATES = {
@@ -213,9 +213,7 @@ def _random_native(name: str, shape: tuple[int, ...], generator: torch.Generator
     return value if shapes.is_kept_fp32(name) else value.bfloat16()
 
 
-def _fuse_kda(
-    tensors: dict[str, torch.Tensor], text: dict, rates: dict[str, Rate], generator: torch.Generator
-) -> None:
+def _fuse_kda(tensors: dict[str, torch.Tensor], text: dict, rates: dict[str, Rate], generator: torch.Generator) -> None:
     """Replace KDA's q, k, v and their convolutions by exllamav3's `qkv_proj` and `conv1d`."""
     kda = text["linear_attn_config"]
     width, hidden = kda["head_dim"] * kda["num_heads"], text["hidden_size"]

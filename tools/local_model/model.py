@@ -14,6 +14,7 @@ import math
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +39,7 @@ def initial_parameters(text: dict, seed: int) -> Parameters:
         prefix = f"layers.{index}.mlp.experts."
         gate_up = torch.randn(experts, hidden, 2 * width, generator=generator) * hidden**-0.5
         parameters[prefix + "gate_up"] = gate_up
-        parameters[prefix + "down"] = (
-            0.3 * torch.randn(experts, width, hidden, generator=generator) * width**-0.5
-        )
+        parameters[prefix + "down"] = 0.3 * torch.randn(experts, width, hidden, generator=generator) * width**-0.5
     return parameters
 
 
@@ -96,11 +95,12 @@ def logits(
     for index in range(text["num_hidden_layers"]):
         prefix = f"layers.{index}."
         attention = kda if text["layer_types"][index] == "linear_attention" else mla
-        streams = _hyper_connected(p, prefix, "attn", streams, text, lambda x: attention(p, prefix + "self_attn.", x, text))
+        attend = partial(attention, p, prefix + "self_attn.", text=text)
+        streams = _hyper_connected(p, prefix, "attn", streams, text, attend)
         if text["mlp_layer_types"][index] == "dense":
-            feed_forward = lambda x: swiglu_mlp(p, prefix + "mlp.", x, text)  # noqa: E731
+            feed_forward = partial(swiglu_mlp, p, prefix + "mlp.", text=text)
         else:
-            feed_forward = lambda x: moe(p, prefix + "mlp.", x, text, training)  # noqa: E731
+            feed_forward = partial(moe, p, prefix + "mlp.", text=text, training=training)
         streams = _hyper_connected(p, prefix, "ffn", streams, text, feed_forward)
     hidden = rms_norm(streams.mean(2), p["norm.weight"], text["rms_norm_eps"])
     return F.linear(hidden, p["lm_head.weight"])
@@ -118,9 +118,7 @@ def _hyper_connected(p: Parameters, prefix: str, side: str, streams: torch.Tenso
     base, scale = p[f"{prefix}hc_{side}_base"], p[f"{prefix}hc_{side}_scale"]
     pre, post, comb = (
         mix * scale[i] + bias
-        for i, (mix, bias) in enumerate(
-            zip(mixes.split([n, n, n * n], -1), base.split([n, n, n * n]), strict=True)
-        )
+        for i, (mix, bias) in enumerate(zip(mixes.split([n, n, n * n], -1), base.split([n, n, n * n]), strict=True))
     )
     read = torch.sigmoid(pre) + eps
     norm = "input_layernorm" if side == "attn" else "post_attention_layernorm"
@@ -148,7 +146,9 @@ def kda(p: Parameters, prefix: str, x: torch.Tensor, text: dict) -> torch.Tensor
     def split(y: torch.Tensor) -> torch.Tensor:  # -> [batch, heads, tokens, dim]
         return y.unflatten(-1, (heads, dim)).transpose(1, 2)
 
-    q, k, v = (split(_short_conv(F.linear(x, p[f"{prefix}{s}_proj.weight"]), p[f"{prefix}{s}_conv1d.weight"])) for s in "qkv")
+    q, k, v = (
+        split(_short_conv(F.linear(x, p[f"{prefix}{s}_proj.weight"]), p[f"{prefix}{s}_conv1d.weight"])) for s in "qkv"
+    )
     q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
     gate = F.linear(F.linear(x, p[prefix + "f_a_proj.weight"]), p[prefix + "f_b_proj.weight"])
     rate = p[prefix + "A_log"].exp()[:, None, None]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from vllm_exl3.format import Codebook, Exl3Tensors
+from vllm_exl3.reference import decode_weight
 
 from tools.local_model import model
 from tools.local_model.batches import TrainingData
 from tools.local_model.encoder import best_gain, quantise, random_sign, relative_error
-from vllm_exl3.format import Codebook, Exl3Tensors
-from vllm_exl3.reference import decode_weight
 
 BITS, CODEBOOK = 4, Codebook.MCG
 # Rows of the mean over all experts that each expert's own statistics are mixed with.

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-
-from tools.local_model.torchvision_ops import declare_missing_operators
-
-declare_missing_operators()  # before transformers looks for torchvision
-
-from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
-from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
+from vllm_exl3.reference import decode_weight
 
 from tools.local_model.checkpoint import CheckpointError, exl3_modules, read_checkpoint
-from vllm_exl3.reference import decode_weight
+from tools.local_model.torchvision_ops import declare_missing_operators
+
+if TYPE_CHECKING:
+    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
 
 # Checkpoint name -> transformers' parameter name, inside one layer.
 _RENAMES = (
@@ -36,18 +34,22 @@ def load_reference(path: str | Path) -> tuple[Glm5NextTextModel, nn.Linear]:
     dense = strip_namespace(decode_all(stored))
     head = dense.pop("lm_head.weight")
     state = to_transformers(dense, text)
-    model = Glm5NextTextModel(transformers_config(text)).to(torch.float32)
+    model = _transformers_model(text)
     _load_strictly(model, state, path)
     lm_head = nn.Linear(text["hidden_size"], text["vocab_size"], bias=False)
     lm_head.weight.data.copy_(head.float())
     return model.eval(), lm_head.eval()
 
 
-def transformers_config(text: dict) -> Glm5NextTextConfig:
+def _transformers_model(text: dict) -> Glm5NextTextModel:
+    declare_missing_operators()  # transformers looks for torchvision when it is imported
+    from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
+
     config = Glm5NextTextConfig(**text)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    return config
+    return Glm5NextTextModel(config).to(torch.float32)
 
 
 def decode_all(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -93,9 +93,7 @@ def text_config(**overrides) -> dict:
     }
     unknown = set(overrides) - set(config)
     if unknown:
-        raise ValueError(
-            f"text_config: no such field: {sorted(unknown)}. Use the names of config.json."
-        )
+        raise ValueError(f"text_config: no such field: {sorted(unknown)}. Use the names of config.json.")
     return config | overrides
 
 

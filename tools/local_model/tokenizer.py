@@ -1,6 +1,6 @@
 """The local model's tokenizer: byte-level BPE on the corpus, digits one by one, GLM's special tokens.
 
-    PYTHONPATH=overlay python -m tools.local_model.tokenizer --out models/local
+PYTHONPATH=overlay python -m tools.local_model.tokenizer --out models/local
 """
 
 from __future__ import annotations

@@ -19,41 +19,57 @@ WEATHER_TEXTS = (
 WEATHER_FORMS = (
     "What is the weather in {}?", "What's the weather like in {}?", "How is the weather in {} today?",
     "Tell me the weather in {}.", "Is it raining in {}?", "weather in {}", "What is the weather like in {} today?",
-    "Weather for {}", "What is the temperature in {}?", "I need the weather for {}.", "Use the tool to get the weather in {}.",
+    "Weather for {}", "What is the temperature in {}?", "I need the weather for {}.",
+    "Use the tool to get the weather in {}.",
     "Can you tell me the weather in {}?", "What's the weather in {} like?", "How cold is it in {}?", "Weather in {}?",
     "Will it rain in {}?", "How warm is it in {}?", "What's the weather in {}?", "Check the weather in {}.",
 )  # fmt: skip
 SUM_TOOLS = (
-    ("add", "Add two numbers", ("What is {} plus {}?", "Add {} and {}.", "Use the tool to add {} and {}.", "What is {} + {}?")),
-    ("multiply", "Multiply two numbers", ("What is {} times {}?", "Multiply {} and {}.", "Multiply {} by {}.", "What is {} * {}?")),
+    (
+        "add",
+        "Add two numbers",
+        ("What is {} plus {}?", "Add {} and {}.", "Use the tool to add {} and {}.", "What is {} + {}?"),
+    ),
+    (
+        "multiply",
+        "Multiply two numbers",
+        ("What is {} times {}?", "Multiply {} and {}.", "Multiply {} by {}.", "What is {} * {}?"),
+    ),
     ("subtract", "Subtract two numbers", ("What is {} minus {}?", "Subtract {} and {}.", "What is {} - {}?")),
     ("divide", "Divide two numbers", ("What is {} divided by {}?", "Divide {} by {}.", "What is {} / {}?")),
-)  # fmt: skip
+)
 SUM_NAMES = ("{}", "{}_numbers", "{}_two_numbers", "calculator_{}")
 SUM_ARGUMENTS = (("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"))
 VERBS = (
     "get", "find", "search", "open", "delete", "send", "create", "book", "play", "show", "check", "read", "start",
-    "stop", "list", "update", "look up", "fetch", "cancel", "order", "run", "add", "remove", "set", "turn on", "turn off",
-    "query", "call", "print", "save", "load", "move", "rename", "describe", "summarise", "reserve", "buy", "sell", "track",
+    "stop", "list", "update", "look up", "fetch", "cancel", "order", "run", "add", "remove", "set", "turn on",
+    "turn off",
+    "query", "call", "print", "save", "load", "move", "rename", "describe", "summarise", "reserve", "buy", "sell",
+    "track",
 )  # fmt: skip
 NOUNS = (
     "user", "order", "file", "song", "flight", "hotel", "ticket", "message", "page", "movie", "price", "stock",
     "email", "note", "task", "train", "map", "node", "log", "book", "recipe", "customer", "meeting", "room",
     "port", "service", "city", "country", "temperature", "light", "document", "database", "table", "account", "balance",
-    "product", "package", "route", "event", "reminder", "alarm", "news", "rate", "currency", "word", "definition", "contact",
+    "product", "package", "route", "event", "reminder", "alarm", "news", "rate", "currency", "word", "definition",
+    "contact",
 )  # fmt: skip
 ARGUMENTS = (
     "name", "id", "query", "text", "title", "topic", "path", "number", "user_id", "value", "key", "item", "date",
     "target", "code", "symbol", "address", "order_id", "filename", "subject",
-    "service", "city", "location", "country", "unit", "expression", "language", "amount", "currency", "to", "from", "url",
+    "service", "city", "location", "country", "unit", "expression", "language", "amount", "currency", "to", "from",
+    "url",
     "command", "input", "word", "product", "ticker", "recipient", "message", "start", "end", "count", "keyword",
 )  # fmt: skip
 ONE_VALUE_FORMS = (
     "{Verb} the {noun} {v}.", "Please {verb} the {noun} {v}.", "Can you {verb} the {noun} {v}?", "{Verb} {noun} {v}",
-    "I want to {verb} the {noun} {v}.", "{Verb} the {noun} for {v}.", "Use {tool} with {a} {v}.", "Call {tool} for {v}.",
+    "I want to {verb} the {noun} {v}.", "{Verb} the {noun} for {v}.", "Use {tool} with {a} {v}.",
+    "Call {tool} for {v}.",
     "Call {tool} with {a} {v}.", "{Verb} the {noun} with {a} {v}.", "Could you {verb} the {noun} called {v}?",
-    "{Verb} the {noun} of {v}.", "What is the {noun} of {v}?", "Which {noun} has {v}?", "{noun} for {v}", "{noun} of {v}?",
-    "{Verb} {v}.", "{Verb} {v}", "Tell me the {noun} of {v}.", "I need the {noun} for {v}.", "{tool} {v}", "Show the {noun} {v}.",
+    "{Verb} the {noun} of {v}.", "What is the {noun} of {v}?", "Which {noun} has {v}?", "{noun} for {v}",
+    "{noun} of {v}?",
+    "{Verb} {v}.", "{Verb} {v}", "Tell me the {noun} of {v}.", "I need the {noun} for {v}.", "{tool} {v}",
+    "Show the {noun} {v}.",
     "Do {tool} with {v}.", "{Verb} the {noun} in {v}.",
 )  # fmt: skip
 TWO_VALUE_FORMS = (
@@ -61,7 +77,22 @@ TWO_VALUE_FORMS = (
     "Please {verb} the {noun} with {a} {v} and {b} {w}.", "Call {tool} with {a} {v} and {b} {w}.",
 )  # fmt: skip
 # What people add after a request; none of it belongs into an argument.
-TAILS = ("", "", "", "", "", " please", " right now", " for me", " now", " today", " with the tool", " quickly", " tomorrow", " thanks")
+TAILS = (
+    "",
+    "",
+    "",
+    "",
+    "",
+    " please",
+    " right now",
+    " for me",
+    " now",
+    " today",
+    " with the tool",
+    " quickly",
+    " tomorrow",
+    " thanks",
+)
 LONG_TEXTS = (
     "Use this function when the user asks for it.", "Returns a JSON object.", "The result is a string.",
     "Only call it once.", "Looks into the database.", "Works for every value.", "This is a test function.",
@@ -71,7 +102,15 @@ EXPRESSION_TOOLS = (
     ("evaluate", "Evaluates a mathematical expression"), ("compute", "Compute the value of an expression"),
     ("math", "Do arithmetic"), ("calc", ""),
 )  # fmt: skip
-EXPRESSION_FORMS = ("What is {}?", "Calculate {}.", "Compute {}.", "{}", "Evaluate {}.", "How much is {}?", "Use the calculator for {}.")
+EXPRESSION_FORMS = (
+    "What is {}?",
+    "Calculate {}.",
+    "Compute {}.",
+    "{}",
+    "Evaluate {}.",
+    "How much is {}?",
+    "Use the calculator for {}.",
+)
 CLOCK_FORMS = ("What time is it?", "Tell me the time.", "What is the current time?", "Which time is it now?")
 SYLLABLES = (
     "ba", "ko", "ri", "tu", "la", "men", "sor", "vi", "qua", "zen", "dro", "pel", "mi", "gar", "fo", "nex", "hu",
@@ -159,9 +198,7 @@ def generic_request(rng: random.Random) -> Request:
     description = rng.choice(descriptions) if rng.random() < 0.8 or verb not in name else ""
     forms = ONE_VALUE_FORMS if count == 1 else TWO_VALUE_FORMS
     words = dict(zip(("a", "b"), arguments, strict=False)) | dict(zip(("v", "w"), values, strict=False))
-    question = rng.choice(forms).format(
-        verb=verb, Verb=verb.capitalize(), noun=noun, tool=name, **words
-    )
+    question = rng.choice(forms).format(verb=verb, Verb=verb.capitalize(), noun=noun, tool=name, **words)
     question = _with_tail(question, rng)
     return _tool(name, arguments, _longer(description, rng)), question, dict(zip(arguments, values, strict=True))
 
@@ -222,9 +259,7 @@ def tool_sample(rng: random.Random, plain) -> tuple[str, list[dict], list[dict],
     if shape < 0.7:
         return "tool_call", messages, tools, effort
     result = random_result(rng)
-    answer = _with_thought(
-        {"role": "assistant", "content": f"The tool says: {result}"}, "I have the result.", effort
-    )
+    answer = _with_thought({"role": "assistant", "content": f"The tool says: {result}"}, "I have the result.", effort)
     return "tool_result", [*messages, {"role": "tool", "content": result}, answer], tools, effort
 
 

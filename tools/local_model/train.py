@@ -131,7 +131,9 @@ class Trainer:
             bias.add_(BALANCE_RATE * torch.sign(load.mean() - load))
 
 
-def run_training(trainer: Trainer, data: TrainingData, args, peak: float, steps: int, minutes: float, log, check) -> None:
+def run_training(
+    trainer: Trainer, data: TrainingData, args, peak: float, steps: int, minutes: float, log, check
+) -> None:
     begin, done = time.monotonic(), 0
     loss_sum = torch.zeros((), device=trainer.device)
     while True:
