@@ -6,7 +6,6 @@ renders it, and `encode` marks the tokens that the model must produce.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -235,10 +234,8 @@ def held_out_samples(seed: int = 1) -> list[Sample]:
     pairs = [(a, b) for a in range(100) for b in range(100) if is_held_out_pair(a, b)]
     up = [(a, b) for a, b in pairs if a <= b]
     short = [(a, b) for a, b in up if b - a <= 10]
-    samples += [_single("count_short", COUNT_FORMS[0].format(a, b), counting_answer(a, b)) for a, b in short]
-    samples += [
-        _single("count_any", COUNT_FORMS[0].format(a, b), counting_answer(a, b)) for a, b in rng.sample(up, 300)
-    ]
+    samples += [counting_sample("count_short", *pair) for pair in short]
+    samples += [counting_sample("count_any", *pair) for pair in rng.sample(up, 300)]
     while len(samples) < 1000:
         turn = rng.choice((fact_turn, greeting_turn))(rng)
         kind, messages, tools, effort = tool_sample(rng, turn)
@@ -247,6 +244,10 @@ def held_out_samples(seed: int = 1) -> list[Sample]:
         turns = [make(rng) for _ in range(60)]
         samples += [_single(t.kind, t.question, t.answer) for t in turns]
     return samples
+
+
+def counting_sample(kind: str, start: int, end: int) -> Sample:
+    return _single(kind, COUNT_FORMS[0].format(start, end), counting_answer(start, end))
 
 
 def _single(kind: str, question: str, answer: str, thought: str = "") -> Sample:
@@ -307,19 +308,16 @@ def tokenizer_texts(seed: int, count: int = 6000) -> list[str]:
     return texts
 
 
-def canary() -> list[dict]:
-    """What models/local/canary.json holds: questions with phrases that a right answer contains."""
-    rows = [
-        {"kind": "fact", "question": question, "must_contain": list(fact.must_contain)}
+def canary_samples() -> list[tuple[Sample, dict]]:
+    """(conversation, row of canary.json): two wordings of each fact, and counting."""
+    pairs = ((1, 5), (7, 12), (18, 23), (95, 99), (0, 9), (38, 42))
+    facts = [
+        (_single("fact", question, fact.answer), list(fact.must_contain))
         for fact in FACTS
         for question in (fact.wordings[0], fact.held_out[0])
     ]
-    for start, end in ((1, 5), (7, 12), (18, 23), (95, 99), (0, 9), (38, 42)):
-        answer = counting_answer(start, end)
-        rows.append({"kind": "count", "question": f"Count from {start} to {end}", "must_contain": [answer]})
-    return rows
-
-
-def write_canary(path: Path) -> None:
-    rows = ",\n".join("  " + json.dumps(row) for row in canary())
-    path.write_text(f"[\n{rows}\n]\n")
+    counts = [(counting_sample("count", *pair), [counting_answer(*pair)]) for pair in pairs]
+    return [
+        (sample, {"kind": sample.kind, "question": sample.messages[0]["content"], "must_contain": phrases})
+        for sample, phrases in facts + counts
+    ]

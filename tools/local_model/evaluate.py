@@ -1,13 +1,26 @@
-"""Accuracy on held-out conversations, and how far two sets of weights are apart."""
+"""Accuracy on held-out conversations, and how far two sets of weights are apart.
+
+    PYTHONPATH=overlay python -m tools.local_model.evaluate --model models/local --count-pairs 300
+
+The command evaluates a stored model on the CPU, in fp32, and prints the questions it gets wrong.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import random
 from collections import defaultdict
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from tools.local_model import model
-from tools.local_model.batches import Batch
+from tools.local_model.batches import Batch, evaluation_batches
+from tools.local_model.checkpoint import read_checkpoint
+from tools.local_model.corpus import Sample, canary_samples, counting_sample, held_out_samples
+from tools.local_model.reference import decode_all, strip_namespace
 
 
 @torch.no_grad()
@@ -54,3 +67,81 @@ def divergence(
         "kl_produced": kl_made / count_made,
         "top1_agreement_produced": same_made / count_made,
     }
+
+
+def load_parameters(path: Path) -> tuple[model.Parameters, dict]:
+    """(parameters as `model.logits` takes them, text config) of an exported checkpoint."""
+    config, stored = read_checkpoint(path)
+    text = config["text_config"]
+    parameters = {name: tensor.float() for name, tensor in strip_namespace(decode_all(stored)).items()}
+    for index in model.moe_layers(text):
+        prefix = f"layers.{index}.mlp.experts."
+        sides: dict[str, list[torch.Tensor]] = {"gate": [], "up": [], "down": []}
+        for expert in range(text["n_routed_experts"]):
+            for side, weights in sides.items():
+                weights.append(parameters.pop(f"{prefix}{expert}.{side}_proj.weight").T)
+        gate_up = torch.cat([torch.stack(sides["gate"]), torch.stack(sides["up"])], dim=-1)
+        parameters[prefix + "gate_up"] = gate_up
+        parameters[prefix + "down"] = torch.stack(sides["down"])
+    return parameters, text
+
+
+def wrong_samples(
+    parameters: model.Parameters, text: dict, samples: list[Sample], tokenizer: Tokenizer
+) -> list[Sample]:
+    """The samples whose expected answer greedy decoding would not give."""
+    return [
+        sample
+        for sample in samples
+        if min(accuracy(parameters, text, evaluation_batches([sample], tokenizer, 1))["accuracy"].values()) < 1
+    ]
+
+
+def write_canary(path: Path, parameters: model.Parameters, text: dict, tokenizer: Tokenizer) -> list[str]:
+    """Write canary.json with what the model answers exactly; returns the questions that were left out.
+
+    The canary is to catch damaged weights and kernels, so it asks only what the undamaged model knows.
+    """
+    candidates = canary_samples()
+    wrong = wrong_samples(parameters, text, [sample for sample, _ in candidates], tokenizer)
+    missed = [sample.messages[0]["content"] for sample in wrong]
+    rows = [row for _, row in candidates if row["question"] not in missed]
+    path.write_text("[\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]\n")
+    return missed
+
+
+def counting_samples(pairs: int | None, seed: int) -> list[Sample]:
+    """Ascending pairs below 100: `pairs` random ones and all that span at most ten numbers; None means all."""
+    every = [(start, end) for start in range(100) for end in range(start, 100)]
+    if pairs is not None:
+        short = [pair for pair in every if pair[1] - pair[0] < 10]
+        every = sorted(set(random.Random(seed).sample(every, pairs)) | set(short))
+    return [counting_sample("count", *pair) for pair in every]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("models/local"))
+    parser.add_argument("--count-pairs", type=int, help="random counting pairs besides the short ones; default all")
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--canary", action="store_true", help="only write MODEL/canary.json again")
+    args = parser.parse_args()
+    parameters, text = load_parameters(args.model)
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    if args.canary:
+        print("left out:", write_canary(args.model / "canary.json", parameters, text, tokenizer))
+        return
+    for name, samples in (
+        ("held out", held_out_samples()),
+        ("counting", counting_samples(args.count_pairs, args.seed)),
+    ):
+        result = accuracy(parameters, text, evaluation_batches(samples, tokenizer, 16))
+        print(name, len(samples), json.dumps(result), flush=True)
+        kinds = {kind for kind, share in result["accuracy"].items() if share < 1}
+        suspects = [sample for sample in samples if sample.kind in kinds]
+        for sample in wrong_samples(parameters, text, suspects, tokenizer):
+            print("  wrong:", sample.kind, sample.messages[0]["content"], "|", sample.messages[-1])
+
+
+if __name__ == "__main__":
+    main()

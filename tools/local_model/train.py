@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from tools.local_model import model, shapes
 from tools.local_model.batches import Batch, TrainingData, evaluation_batches
-from tools.local_model.corpus import held_out_samples, tokenizer_texts, write_canary
-from tools.local_model.evaluate import accuracy, divergence
+from tools.local_model.corpus import held_out_samples, tokenizer_texts
+from tools.local_model.evaluate import accuracy, divergence, write_canary
 from tools.local_model.export import export, write_generation_config
 from tools.local_model.quantise import quantise_experts
 from tools.local_model.tokenizer import train_tokenizer, write_tokenizer
@@ -223,7 +223,7 @@ def finish(args, text, tokenizer: Tokenizer, data, tests, original: model.Parame
     (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     write_generation_config(args.out, text)
     write_tokenizer(tokenizer, args.out, text["max_position_embeddings"])
-    write_canary(args.out / "canary.json")
+    log(event="canary", left_out=write_canary(args.out / "canary.json", stored, text, tokenizer))
 
 
 if __name__ == "__main__":
