@@ -59,10 +59,6 @@ def decode_all(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     spent = {f"{module}.{part}" for module in modules for part in parts}
     dense = {name: tensor for name, tensor in stored.items() if name not in spent}
     for module, weight in modules.items():
-        if f"{module}.weight" in dense:
-            raise CheckpointError(
-                f"{module}: stored natively and as EXL3. Keep one of {module}.weight and {module}.trellis."
-            )
         dense[f"{module}.weight"] = decode_weight(weight).T.contiguous()
     return dense
 
