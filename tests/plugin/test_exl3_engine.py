@@ -1,0 +1,245 @@
+"""EXL3 through vLLM's real engine against transformers with the decoded weights in fp32."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from engines import VOCAB, Engine, Reference, compare, in_process_vllm, prompts
+from safetensors.torch import load_file, save_file
+
+from launcher.canary import Answer, fault, questions_for_start, read_questions
+from tools.local_model.make_random import write_random_model
+from vllm_exl3 import reference as exl3_reference
+from vllm_exl3.format import HADAMARD_BLOCK
+
+ROOT = Path(__file__).parent.parent.parent
+LOCAL = ROOT / "models" / "local"
+
+MODELS = {
+    "experts at 3 bits, MUL1": {"experts": "mul13"},
+    "experts at 2.5 bits, vision namespace": {"experts": "mul12.5", "namespace": "vl"},
+    "everything, one rate a matrix": {
+        "experts": "3inst5",
+        "all_exl3": True,
+        "dense": {"layers.0.mlp.gate_proj": "mul13.5", "layers.*.self_attn.o_proj": "mcg8", "lm_head": "mul16"},
+    },
+}
+
+
+def text_only(path) -> dict:
+    """A vision checkpoint needs a tokenizer, even if no picture ever comes."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((LOCAL / name).read_bytes())
+    return {"limit_mm_per_prompt": {"image": 0, "video": 0}, "skip_tokenizer_init": False}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_models_equal_transformers(tmp_path, name):
+    write_random_model(tmp_path, hidden_size=256, vocab_size=VOCAB, swiglu_limit=1.0, seed=12, **MODELS[name])
+    options = text_only(tmp_path) if MODELS[name].get("namespace") == "vl" else {}
+    reference, asked = Reference(tmp_path), prompts(40, 3, 130)
+    with in_process_vllm():
+        for prompt, (tokens, table) in zip(asked, Engine(tmp_path, **options).run(asked), strict=True):
+            compare(reference, "bfloat16", prompt, tokens, table)
+
+
+# The local model
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(LOCAL)
+
+
+def chat(tokenizer, question: str) -> list[int]:
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def start_prompts(tokenizer) -> list[list[int]]:
+    return [chat(tokenizer, question.question) for question in questions_for_start(LOCAL / "canary.json")]
+
+
+def held_out_prompts(tokenizer) -> list[list[int]]:
+    """What the model has not seen: its own questions in a row, and text about other things."""
+    questions = [question.question for question in read_questions(LOCAL / "canary.json")]
+    texts = [" ".join(questions[i : i + 3]) for i in range(0, 24, 3)]
+    texts.append("The harbour was quiet, and 17 boats lay in the morning light.")
+    return [chat(tokenizer, text) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def local_reference():
+    return Reference(LOCAL)
+
+
+def test_the_local_model_equals_transformers(tokenizer, local_reference):
+    vocab = json.loads((LOCAL / "config.json").read_text())["text_config"]["vocab_size"]
+    asked = held_out_prompts(tokenizer) + start_prompts(tokenizer)
+    with in_process_vllm():
+        answers = Engine(LOCAL, vocab=vocab).run(asked, tokens=24)
+        for prompt, (tokens, table) in zip(asked, answers, strict=True):
+            compare(local_reference, "bfloat16", prompt, tokens, table)
+
+
+def canary_faults(model, tokenizer) -> list[str]:
+    """The launcher's own judgement of the questions that it asks at a start."""
+    from vllm import LLM, SamplingParams
+
+    questions = questions_for_start(LOCAL / "canary.json")
+    llm = LLM(str(model), tokenizer=str(LOCAL), max_model_len=2048, max_num_seqs=2)
+    sampling = SamplingParams(temperature=0, max_tokens=200)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in start_prompts(tokenizer)], sampling, use_tqdm=False)
+    found = []
+    for question, output in zip(questions, outputs, strict=True):
+        text = output.outputs[0].text.rpartition("</think>")[2]
+        if wrong := fault(question, Answer(text, output.outputs[0].finish_reason == "stop")):
+            found.append(wrong)
+    return found
+
+
+def shifted_window(unpack):
+    return lambda trellis: ((unpack(trellis).long() << 1) & 0xFFFF).int()
+
+
+def swapped_scales(decode):
+    def damaged(tensors, dtype=torch.float32):
+        if tensors.suh.shape != tensors.svh.shape:
+            return decode(tensors, dtype)
+        return decode(type(tensors)(tensors.trellis, tensors.svh, tensors.suh, tensors.codebook), dtype)
+
+    return damaged
+
+
+def skipped_block(transform):
+    return lambda x: torch.cat([x[..., :HADAMARD_BLOCK], transform(x[..., HADAMARD_BLOCK:])], dim=-1)
+
+
+BUGS = {
+    "one ring bit off": ("unpack_states", shifted_window),
+    "suh and svh swapped": ("decode_weight", swapped_scales),
+    "one Hadamard block skipped": ("transform_blocks", skipped_block),
+}
+
+
+def plant(monkeypatch, bug: str) -> None:
+    attribute, damage = BUGS[bug]
+    damaged = damage(getattr(exl3_reference, attribute))
+    monkeypatch.setattr(exl3_reference, attribute, damaged)
+    if attribute == "decode_weight":
+        monkeypatch.setattr("vllm_exl3.moe.decode_weight", damaged)
+
+
+def judge_damaged(model, tokenizer, reference) -> None:
+    """Both the canary and the comparison must fail."""
+    with in_process_vllm():
+        assert canary_faults(model, tokenizer)
+    vocab = json.loads((LOCAL / "config.json").read_text())["text_config"]["vocab_size"]
+    asked = start_prompts(tokenizer)
+    with in_process_vllm():
+        answers = Engine(model, vocab=vocab).run(asked, tokens=4)
+    for prompt, (tokens, table) in zip(asked, answers, strict=True):
+        with pytest.raises(AssertionError):
+            compare(reference, "bfloat16", prompt, tokens, table)
+
+
+def test_the_canary_accepts_the_local_model(tokenizer):
+    with in_process_vllm():
+        assert canary_faults(LOCAL, tokenizer) == []
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_decode_bug_is_seen(monkeypatch, tokenizer, local_reference, bug):
+    local_reference(start_prompts(tokenizer)[0])  # decoded before the bug is there
+    plant(monkeypatch, bug)
+    judge_damaged(LOCAL, tokenizer, local_reference)
+
+
+def test_a_transposed_square_trellis_is_seen(tmp_path, tokenizer, local_reference):
+    """Headers cannot show it: every size is right."""
+    for file in LOCAL.iterdir():
+        if file.suffix == ".safetensors":
+            tensors = load_file(file)
+            for name in [n for n in tensors if n.endswith("trellis") and tensors[n].shape[0] == tensors[n].shape[1]]:
+                tensors[name] = tensors[name].transpose(0, 1).contiguous()
+            save_file(tensors, tmp_path / file.name, metadata={"format": "pt"})
+        else:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    judge_damaged(tmp_path, tokenizer, local_reference)
+
+
+# Several ranks
+
+
+PARALLEL = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    model, asked, options = json.loads(sys.argv[1])
+    llm = LLM(model, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=4, **options)
+    sampling = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked], sampling, use_tqdm=False)
+    rows = [[{str(t): p.logprob for t, p in step.items()} for step in o.outputs[0].logprobs] for o in outputs]
+    print("ANSWER", json.dumps([[list(o.outputs[0].token_ids), r] for o, r in zip(outputs, rows)]))
+"""
+
+
+def answers_of_ranks(tmp_path, model, asked, **options):
+    script = tmp_path / "parallel.py"
+    script.write_text(PARALLEL)
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps([str(model), asked, options])],
+        env=environment, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    return json.loads(line.removeprefix("ANSWER "))
+
+
+def assert_same_tokens(single, several, bar: float = 0.1) -> None:
+    """Greedy tokens are equal up to the first near-tie, which is printed."""
+    for (want, rows), (got, _) in zip(single, several, strict=True):
+        differ = [step for step, (a, b) in enumerate(zip(want, got, strict=True)) if a != b]
+        if differ:
+            row = rows[differ[0]]
+            margin = row[str(want[differ[0]])] - row.get(str(got[differ[0]]), float("-inf"))
+            print(f"near-tie at step {differ[0]}: {want[differ[0]]} and {got[differ[0]]}, {margin:.4f} apart")
+            assert margin <= bar
+
+
+@pytest.fixture(scope="module", params=["local", "everything EXL3"])
+def parallel_case(request, tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("parallel")
+    if request.param == "local":
+        model, asked = LOCAL, start_prompts(tokenizer)
+    else:
+        model, asked = folder / "model", prompts(40, 7, seed=4)
+        write_random_model(model, all_exl3=True, vocab_size=VOCAB, seed=6)
+    return folder, model, asked, answers_of_ranks(folder, model, asked)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_two_ranks_answer_as_one(parallel_case, expert_parallel):
+    folder, model, asked, single = parallel_case
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
+    several = answers_of_ranks(folder, model, asked, distributed_executor_backend="mp", **options)
+    assert_same_tokens(single, several)
+
+
+def test_the_comparison_of_ranks_rejects_other_tokens(parallel_case):
+    *_, single = parallel_case
+    other = [[[token + 1 for token in tokens], rows] for tokens, rows in single]
+    with pytest.raises(AssertionError):
+        assert_same_tokens(single, other)
