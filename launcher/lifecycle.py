@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -28,8 +27,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def plan_for(values: Mapping[str, object], ambient: Mapping[str, str]) -> plans.Plan:
-    cores = len(os.sched_getaffinity(0))
-    return plans.make_plan(values, environment.Sources().python, ambient, cores)
+    return plans.make_plan(values, environment.Sources().python, ambient)
 
 
 # start

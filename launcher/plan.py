@@ -39,11 +39,11 @@ class Plan:
         return f"http://{HOST}:{self.port}"
 
 
-def make_plan(values: Mapping[str, object], python: Path, ambient: Mapping[str, str], cores: int) -> Plan:
+def make_plan(values: Mapping[str, object], python: Path, ambient: Mapping[str, str]) -> Plan:
     inherited, ignored = split_environment(ambient)
     return Plan(
         argv=tuple(serve(values, python)),
-        settings=serve_environment(values, cores),
+        settings=serve_environment(values),
         inherited=inherited,
         ignored=ignored,
         folder=values["run_dir"],
@@ -81,11 +81,11 @@ SERVER_FLAGS = (
 )  # fmt: skip
 
 
-def serve_environment(values: Mapping[str, object], cores: int) -> dict[str, str]:
+def serve_environment(values: Mapping[str, object]) -> dict[str, str]:
     caches = values["run_dir"] / "cache"
     environment = {
-        # One thread per core and process, not bound: two processes on one NUMA node would share a core.
-        "OMP_NUM_THREADS": str(values["threads"] or max(1, cores // values["tensor_parallel_size"])),
+        "OMP_NUM_THREADS": str(values["threads"]),
+        # Bound to cores, two processes on one NUMA node would share one.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": str(values["kv_cache_gib"]),
         # Everything is on disk: nothing is looked up on, or reported to, the internet.

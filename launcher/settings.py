@@ -54,10 +54,8 @@ TABLE = (
     Setting("max_model_len", int, 2048, Goes.SERVER, "Longest context in tokens; the CPU side ends at 2048.", 64, 2048),
     Setting("tensor_parallel_size", int, 1, Goes.SERVER, "Number of processes that share each layer.", 1, 8),
     Setting("expert_parallel", bool, False, Goes.SERVER, "Give each process whole experts instead of slices of all."),
-    Setting(
-        "threads", int, 0, Goes.SERVER_ENVIRONMENT,
-        "Threads of each process; 0 divides the usable cores evenly.", 0, 1024,
-    ),
+    # The local model's matrices are small: a second thread waits more than it works, above all on a busy machine.
+    Setting("threads", int, 1, Goes.SERVER_ENVIRONMENT, "Threads of each process.", 1, 1024),
     Setting("kv_cache_gib", int, 1, Goes.SERVER_ENVIRONMENT, "Memory for the KV cache of each process, GiB.", 1, 64),
     Setting("detach", bool, False, Goes.LAUNCHER, "Return once the server is ready instead of serving until Ctrl-C."),
     Setting("run_dir", Path, REPOSITORY / ".run", Goes.LAUNCHER, "Folder of the state, the logs and vLLM's caches."),

@@ -2,7 +2,6 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +12,8 @@ PYTHON = Path("/env/bin/python")
 SECRET = "sk-do-not-show"
 
 
-def plan_of(values, ambient=None, cores=2, **changes):
-    return plans.make_plan({**values, **changes}, PYTHON, ambient or {}, cores)
+def plan_of(values, ambient=None, **changes):
+    return plans.make_plan({**values, **changes}, PYTHON, ambient or {})
 
 
 def test_server_command_is_as_reviewed(values):
@@ -40,12 +39,10 @@ def test_expert_parallel_adds_one_flag(values):
     assert parallel == (*plain, "--enable-expert-parallel")
 
 
-@pytest.mark.parametrize(
-    ("cores", "size", "threads", "expected"), [(8, 1, 0, "8"), (8, 2, 0, "4"), (1, 2, 0, "1"), (8, 2, 3, "3")]
-)
-def test_threads_share_the_cores(values, cores, size, threads, expected):
-    plan = plan_of(values, cores=cores, tensor_parallel_size=size, threads=threads)
-    assert plan.environment["OMP_NUM_THREADS"] == expected
+def test_memory_and_threads_go_by_environment(values):
+    environment = plan_of(values, threads=3, kv_cache_gib=2).environment
+    assert (environment["OMP_NUM_THREADS"], environment["VLLM_CPU_KVCACHE_SPACE"]) == ("3", "2")
+    assert plan_of(values).environment["OMP_NUM_THREADS"] == "1"
 
 
 def test_ambient_values_of_names_of_others_do_not_reach_the_server(values):
@@ -54,7 +51,7 @@ def test_ambient_values_of_names_of_others_do_not_reach_the_server(values):
     plan = plan_of(values, ambient)
     assert plan.ignored == ("HF_HOME", "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONPATH", "VLLM_PLUGINS")
     assert plan.environment["HF_HOME"] == str(values["run_dir"] / "cache/huggingface")
-    assert plan.environment["OMP_NUM_THREADS"] == "2"
+    assert plan.environment["OMP_NUM_THREADS"] == "1"
     assert not {"VLLM_PLUGINS", "PYTHONPATH", "NCCL_DEBUG"} & set(plan.environment)
     assert plan.environment["PATH"] == "/bin" and plan.environment["https_proxy"] == "http://proxy"
 
