@@ -38,7 +38,8 @@ SECOND_HAND = re.compile(
 )
 ADDRESS_IN_USE = re.compile(r"address already in use", re.IGNORECASE)
 QUANTIZATION = re.compile(r"Initializing a V1 LLM engine .*?\bquantization=(?P<method>\w+)")
-OUR_ERROR = "Exl3LoadError"
+# The plugin's own errors are sentences for the user: Exl3FormatError, Exl3LoadError.
+OUR_ERROR = re.compile(r"Exl3\w*Error")
 
 
 @dataclass
@@ -81,7 +82,7 @@ class LogReader:
 
     def reason(self) -> str:
         """The sentence that says best why the server died."""
-        ours = [message for kind, message in self.exceptions if kind == OUR_ERROR]
+        ours = [message for kind, message in self.exceptions if OUR_ERROR.fullmatch(kind)]
         if ours:
             return ours[0]
         if self.exceptions:

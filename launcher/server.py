@@ -87,7 +87,8 @@ def refuse_if_dead(server: subprocess.Popen, reader: phases.LogReader, log: Path
     if code is None:
         return
     raise LauncherError(
-        f"server: died in phase {reader.phase} ({how_it_ended(code)}): {reader.reason()} The whole log: {log}",
+        f"server: died in phase {reader.phase} ({how_it_ended(code)}): "
+        f"{reader.reason().rstrip('.')}; the whole log is {log}.",
         Exit.SERVER,
     )
 

@@ -50,10 +50,11 @@ def test_unknown_quantization_is_reported_with_vllms_words():
     assert "Unknown quantization method: exl3" in reader.reason()
 
 
-def test_our_own_error_wins_over_others():
+@pytest.mark.parametrize("kind", ["Exl3LoadError", "Exl3FormatError"])
+def test_our_own_error_wins_over_others(kind):
     reader = LogReader()
     reader.feed("(Worker pid=1) ERROR 01-31 10:00:00 [a.py:1] KeyError: 'x'\n")
-    reader.feed("(Worker pid=1) ERROR 01-31 10:00:00 [a.py:1] vllm_exl3.errors.Exl3LoadError: t.trellis: too short.\n")
+    reader.feed(f"(Worker pid=1) ERROR 01-31 10:00:00 [a.py:1] vllm_exl3.format.{kind}: t.trellis: too short.\n")
     reader.feed("RuntimeError: Engine core initialization failed. See root cause above.\n")
     assert reader.reason() == "t.trellis: too short."
 
