@@ -41,7 +41,7 @@ _ROUTED_EXPERT = re.compile(r"(layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)
 ROUTED_EXPERTS_SCOPE = "glm53_routed_experts_only"
 
 
-class Exl3LoadError(ValueError):
+class Exl3LoadError(Exl3FormatError):
     """A checkpoint that cannot be served as it is; the message names the tensor and what was expected."""
 
 

@@ -61,7 +61,8 @@ class Exl3Config(QuantizationConfig):
         folder = _local_folder(model_name, revision)
         self.layout = read_layout(folder)
         check_claims(self.layout, self.quantization)
-        logger.info("exl3: %d EXL3 matrices and %d native tensors in %s", len(self.layout.exl3), len(self.layout.native), folder)
+        counts = len(self.layout.exl3), len(self.layout.native)
+        logger.info("exl3: %d EXL3 matrices and %d native tensors in %s", *counts, folder)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         from vllm.model_executor.layers.fused_moe import RoutedExperts

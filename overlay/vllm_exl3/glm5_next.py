@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from vllm_exl3 import overrides
 from vllm_exl3.checkpoint import Exl3LoadError
-from vllm_exl3.cpu import overrides
-from vllm_exl3.cpu.overrides import Override
 from vllm_exl3.format import Codebook, Exl3Tensors, check_marker
+from vllm_exl3.overrides import Override
 from vllm_exl3.reference import decode_weight
 
 

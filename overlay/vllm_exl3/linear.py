@@ -221,9 +221,9 @@ class Exl3CpuLinearMethod(Exl3LinearMethod):
         rows = sum(self.output_sizes[shard] for shard in loaded.part.shards)
         decoded = decode_weight(loaded.weight()).T[:, : weight.shape[1]]
         if isinstance(layer, ParallelLMHead):
-            skip = layer.tp_rank * layer.num_embeddings_per_partition - loaded.column_slices[0][0]
-            decoded = decoded[skip : skip + rows]
-            rows = min(rows, decoded.shape[0], layer.org_vocab_size - layer.tp_rank * layer.num_embeddings_per_partition)
+            first_token = layer.tp_rank * layer.num_embeddings_per_partition
+            decoded = decoded[first_token - loaded.column_slices[0][0] :]
+            rows = min(rows, layer.org_vocab_size - first_token)
         weight[first : first + rows] = decoded[:rows]
 
     def apply(self, layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

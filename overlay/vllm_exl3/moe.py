@@ -7,7 +7,13 @@ from vllm.platforms import current_platform
 
 from vllm_exl3.checkpoint import Exl3LoadError, Layout
 from vllm_exl3.format import (
-    HADAMARD_BLOCK, TILE, Exl3FormatError, Exl3Tensors, TensorShape, check_marker, check_slice,
+    HADAMARD_BLOCK,
+    TILE,
+    Exl3FormatError,
+    Exl3Tensors,
+    TensorShape,
+    check_marker,
+    check_slice,
 )  # fmt: skip
 from vllm_exl3.linear import KERNELS_MISSING, refuse_incomplete
 from vllm_exl3.reference import decode_weight, moe_forward

@@ -31,7 +31,8 @@ class Reference:
     def __call__(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Per position: log-probabilities, and the smallest lead of a chosen expert over the next one."""
         self.margins.clear()
-        table = self.logits(*self.parts, tokens).log_softmax(-1)
+        self.last_logits = self.logits(*self.parts, tokens)
+        table = self.last_logits.log_softmax(-1)
         assert self.margins, "no router was seen; transformers renamed its class"
         return table, torch.stack(self.margins).amin(0)
 
@@ -101,21 +102,49 @@ BARS = {"float32": (1e-6, 1e-4, 0.0), "bfloat16": (1e-3, 0.05, 0.01)}
 
 def compare(reference, dtype, prompt, tokens, got):
     """All positions of one finished request against the reference, teacher-forced on its tokens."""
-    mean_bar, largest_bar, expert_lead = BARS[dtype]
     want, lead = (x[: len(got)] for x in reference(prompt + tokens))
+    decided = lead >= BARS[dtype][2]
+    assert (~decided).sum() <= 1 + 0.02 * len(got), "too many near-ties of experts to judge by"
+    _compare_tables(dtype, want, got, decided, torch.zeros(()))
+    _compare_choices(dtype, want[len(prompt) - 1 :], tokens, decided[len(prompt) - 1 :])
+
+
+def compare_answer(reference, dtype, prompt, tokens, got):
+    """The positions of the answer only, for a trained model.
+
+    Its experts are often nearly tied, so such positions count for the mean alone. Its logits reach 30,
+    where a bf16 number is rounded by up to 0.06: that is allowed on top, for the token and the best one.
+    """
+    want, lead = (x[len(prompt) - 1 : len(got)] for x in reference(prompt + tokens))
+    logits = reference.last_logits[len(prompt) - 1 : len(got)]
+    rounding = half_bf16_step(logits) + half_bf16_step(logits.amax(-1, keepdim=True))
+    decided = lead >= BARS[dtype][2]
+    assert decided.sum() >= 0.3 * len(want), "too many near-ties of experts to judge by"
+    _compare_tables(dtype, want, got[len(prompt) - 1 :], decided, rounding)
+    _compare_choices(dtype, want, tokens, decided)
+
+
+def half_bf16_step(values):
+    """The most that rounding to bf16 (8 significant bits) changes a value."""
+    return torch.exp2(values.abs().clamp_min(1e-6).log2().floor() - 8)
+
+
+def _compare_tables(dtype, want, got, decided, rounding):
+    mean_bar, largest_bar, _ = BARS[dtype]
     divergence = (want.exp() * (want - got)).sum(-1)
     assert divergence.mean() <= mean_bar, f"mean KL {divergence.mean():.2e}"
-
-    decided = lead >= expert_lead
-    assert (~decided).sum() <= 1 + 0.02 * len(got), "too many near-ties of experts to judge by"
-    difference = ((want - got).abs() * (want.exp() >= 0.01)).amax(-1)
+    beyond = ((want - got).abs() - rounding) * (want.exp() >= 0.01)
+    difference = beyond.amax(-1)
     for t in (difference > largest_bar).nonzero().flatten().tolist():
-        print(f"near-tie of experts: position {t}, lead {lead[t]:.4f}, difference {difference[t]:.3f}")
-    assert difference[decided].max() <= largest_bar, f"largest difference {difference[decided].max():.3f}"
+        print(f"position {t}: difference {difference[t]:.3f}, experts {'decided' if decided[t] else 'nearly tied'}")
+    largest = difference[decided].max()
+    assert largest <= largest_bar, f"largest difference {largest:.3f}"
+    print(f"{dtype}, {len(got)} positions: mean KL {divergence.mean():.1e}, largest {largest:.1e}")
 
-    for step, row in enumerate(want[len(prompt) - 1 :]):
+
+def _compare_choices(dtype, want, tokens, decided):
+    for step, row in enumerate(want):
         margin = float(row.max() - row[tokens[step]])
         if margin:
             print(f"near-tie of tokens: step {step} took {tokens[step]}, {margin:.4f} below the reference's choice")
-        assert margin <= largest_bar or not decided[len(prompt) - 1 + step]
-    print(f"{dtype}, {len(got)} positions: mean KL {divergence.mean():.1e}, largest {difference[decided].max():.1e}")
+        assert margin <= BARS[dtype][1] or not decided[step]

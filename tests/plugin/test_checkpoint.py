@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file
-
-from tools.local_model.make_random import write_random_model
 from vllm_exl3.checkpoint import Exl3LoadError, canonical, check_claims, read_layout
 from vllm_exl3.format import Codebook
+
+from tools.local_model.make_random import write_random_model
 
 EXPERT = "model.layers.1.mlp.experts.2"
 

@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from collections import Counter
 from types import ModuleType
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_exl3.cpu import after_import, overrides, torchvision_ops
+from vllm_exl3 import after_import, glm5_next, overrides
+from vllm_exl3.cpu import overrides as cpu_overrides
+from vllm_exl3.cpu import torchvision_ops
 
 
 def add(x):
@@ -69,10 +72,12 @@ def test_a_vllm_with_a_changed_target_does_not_start():
 
 EVERY_TARGET = """
 import importlib
-from vllm_exl3 import cpu
-cpu.install(); cpu.install()
-from vllm_exl3.cpu import overrides, after_import
-for entry in overrides.TABLE:
+from vllm_exl3 import after_import, cpu, glm5_next, overrides
+from vllm_exl3.cpu.overrides import TABLE
+for _ in range(2):
+    cpu.install()
+    glm5_next.install()
+for entry in TABLE + glm5_next.TABLE:
     value = importlib.import_module(entry.module)
     for name in entry.attribute.split("."):
         value = getattr(value, name)
@@ -85,15 +90,20 @@ print("pending", after_import._finder.actions)
 """
 
 
+DECORATED_BY_VLLM = Counter(["vllm.model_executor.model_loader.default_loader:DefaultModelLoader.load_weights"])
+
+
 def test_every_target_of_this_vllm_is_known_and_replaced_once():
     done = run(EVERY_TARGET)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(("vllm.", "pending"))]
-    assert len(lines) == len(overrides.TABLE) + 1 and lines[-1] == "pending {}"
-    for entry, line in zip(overrides.TABLE, lines, strict=False):
+    table = cpu_overrides.TABLE + glm5_next.TABLE
+    assert len(lines) == len(table) + 1 and lines[-1] == "pending {}"
+    times = Counter(entry.name for entry in table) + DECORATED_BY_VLLM
+    for entry, line in zip(table, lines, strict=False):
         name, is_original, wraps = line.split()
-        # A wrapper keeps the original below it, once; any other replacement is not the original.
-        assert name == entry.name and (is_original, wraps) in {("True", "1"), ("False", "0")}
+        # A wrapper keeps the original below it, once for each entry; any other replacement is not the original.
+        assert name == entry.name and (is_original, wraps) in {("True", str(times[name])), ("False", "0")}
 
 
 def test_installation_loads_no_model():

@@ -9,9 +9,14 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-
 from vllm_exl3.format import (
-    Codebook, Exl3FormatError, Exl3Tensors, codebook_values, is_legal_rate, pack_states, shape_from_headers,
+    Codebook,
+    Exl3FormatError,
+    Exl3Tensors,
+    codebook_values,
+    is_legal_rate,
+    pack_states,
+    shape_from_headers,
     unpack_states,
 )  # fmt: skip
 from vllm_exl3.reference import decode_inner, decode_weight, moe_forward, transform_blocks

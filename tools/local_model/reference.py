@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from vllm_exl3.format import HADAMARD_BLOCK
 from vllm_exl3.reference import decode_weight
 
 from tools.local_model.checkpoint import CheckpointError, exl3_modules, read_checkpoint
@@ -116,12 +117,22 @@ def _stack_experts(state: dict[str, torch.Tensor], experts: str, count: int) -> 
 
 
 def _load_strictly(model: nn.Module, state: dict[str, torch.Tensor], path: str | Path) -> None:
-    result = model.load_state_dict({n: t.float() for n, t in state.items()}, strict=False)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    fitting = {name: _cut_padding(tensor.float(), shapes.get(name, tensor.shape)) for name, tensor in state.items()}
+    result = model.load_state_dict(fitting, strict=False)
     if result.missing_keys or result.unexpected_keys:
         raise CheckpointError(
             f"{path}: does not match its config.json: missing {result.missing_keys[:3]}, "
             f"unexpected {result.unexpected_keys[:3]} (transformers' names). Copy the checkpoint again."
         )
+
+
+def _cut_padding(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Without the zeros that EXL3 adds up to whole Hadamard blocks; any other size stays and is refused."""
+    whole_blocks = tuple(-(-size // HADAMARD_BLOCK) * HADAMARD_BLOCK for size in shape)
+    if tensor.dim() == 2 and tuple(tensor.shape) == whole_blocks:
+        return tensor[: shape[0], : shape[1]]
+    return tensor
 
 
 @torch.inference_mode()

@@ -8,7 +8,9 @@ def install() -> None:
     which needs no model does not load one. Raises RuntimeError if a target is not the code that the
     override was written for.
     """
-    from vllm_exl3.cpu import overrides, torchvision_ops
+    from vllm_exl3 import overrides
+    from vllm_exl3.cpu import torchvision_ops
+    from vllm_exl3.cpu.overrides import TABLE
 
     torchvision_ops.install()
-    overrides.install(overrides.TABLE)
+    overrides.install(TABLE)

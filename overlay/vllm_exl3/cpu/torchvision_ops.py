@@ -8,7 +8,7 @@ loads general plugins, but after platform plugins. Hence the entry point `vllm.p
 
 from types import ModuleType
 
-from vllm_exl3.cpu.after_import import after_import
+from vllm_exl3.after_import import after_import
 
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _OPERATORS = ("nms", "qnms")

@@ -1,0 +1,101 @@
+"""Named overrides of vLLM: what is replaced, why, until when, and a check that it is still what it was.
+
+Only where vLLM has no seam. The tables are `glm5_next.TABLE` (every platform) and `cpu.overrides.TABLE`.
+"""
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from vllm_exl3.after_import import after_import
+
+
+@dataclass(frozen=True)
+class Override:
+    """One replaced attribute of vLLM."""
+
+    module: str
+    attribute: str  # dotted below the module
+    why: str
+    until: str  # what has to happen for this entry to go
+    known: tuple[str, ...]  # fingerprints of the target that the replacement was written for
+    replace: Callable[[Any], Any]  # from the original to its replacement
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}:{self.attribute}"
+
+
+def instead(replacement: Any) -> Callable[[Any], Any]:
+    """A replacement that does not need the original."""
+    return lambda _original: replacement
+
+
+def because(why: str, until: str, module: str, *entries: tuple[str, str, Callable[[Any], Any]]) -> list[Override]:
+    """Overrides that share a reason and a module: (attribute, fingerprint, replacement) each."""
+    return [Override(module, attribute, why, until, (known,), replace) for attribute, known, replace in entries]
+
+
+_installed: set[Override] = set()
+
+
+def install(table: Iterable[Override]) -> None:
+    """Replace every target of the table, each once per process."""
+    for override in table:
+        if override not in _installed:
+            _installed.add(override)
+            after_import(override.module, lambda module, override=override: apply(override, module))
+
+
+def apply(override: Override, module: ModuleType) -> None:
+    *path, last = override.attribute.split(".")
+    holder = module
+    for name in path:
+        holder = _get(override, holder, name)
+    original = _get(override, holder, last)
+    seen = fingerprint(original)
+    if seen not in override.known:
+        raise RuntimeError(_changed(override, f"its source has the fingerprint {seen}"))
+    setattr(holder, last, override.replace(original))
+
+
+def _get(override: Override, holder: Any, name: str) -> Any:
+    if not hasattr(holder, name):
+        raise RuntimeError(_changed(override, f"there is no {name}"))
+    return getattr(holder, name)
+
+
+def _changed(override: Override, seen: str) -> str:
+    import vllm
+
+    return (
+        f"{override.name} of vLLM {vllm.__version__} is not what the override was written for: {seen}, known "
+        f"are {', '.join(override.known)}. It is replaced because {override.why}. Install the vLLM version of "
+        f"requirements/, or review the override and add the fingerprint."
+    )
+
+
+def fingerprint(target: Any) -> str:
+    """A short hash of the target's source text; of its value where it is plain data."""
+    if isinstance(target, (str, int, float, bool, type(None))):
+        return _hash(repr(target))
+    try:
+        return _hash(inspect.getsource(_definition(target)))
+    except (OSError, TypeError):
+        return "(no source)"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _definition(target: Any) -> Any:
+    """The function or class that was written down: below decorators; an object's module for an object."""
+    target = inspect.unwrap(target)
+    if inspect.isroutine(target) or inspect.isclass(target):
+        return target
+    return sys.modules[target.__module__]
