@@ -2,13 +2,15 @@
 
 import random
 import re
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from tokenizers import Tokenizer
 
 from tools.local_model import corpus
 from tools.local_model.facts import FACTS
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

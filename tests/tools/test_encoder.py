@@ -1,14 +1,16 @@
 """The EXL3 encoder against exllamav3's own results and against the format's rules."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import ROOT
 from safetensors import safe_open
 from vllm_exl3.format import Codebook, Exl3FormatError, codebook_values, pack_states, unpack_states
 from vllm_exl3.reference import decode_weight, transform_blocks
 
 from tools.local_model import encoder
 
+ROOT = Path(__file__).parents[2]
 VECTORS = ROOT / "tests" / "data" / "exl3_vectors.safetensors"
 TILES = 4
 
