@@ -14,7 +14,7 @@ from vllm_exl3.reference import decode_weight
 
 KERNELS_MISSING = (
     "this build of the EXL3 plugin has no CUDA kernels, so EXL3 weights run on vLLM's CPU platform only; "
-    "see README.md, section What is missing"
+    "see README.md, What is measured and what is not"
 )
 
 
