@@ -164,7 +164,8 @@ def judge_damaged(model, tokenizer, reference) -> None:
     with in_process_vllm():
         answers = Engine(model, vocab=LOCAL_VOCAB).run(asked, tokens=4)
     for prompt, (tokens, table) in zip(asked, answers, strict=True):
-        with pytest.raises(AssertionError):
+        # Not for near-ties of experts, which the reference has without any damage.
+        with pytest.raises(AssertionError, match="mean KL"):
             compare_answer(reference, "bfloat16", prompt, tokens, table)
 
 
