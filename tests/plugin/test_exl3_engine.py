@@ -11,13 +11,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from engines import VOCAB, Engine, Reference, compare, compare_answer, in_process_vllm, prompts
+from engines import VOCAB, Engine, Reference, compare, compare_conversations, in_process_vllm, prompts
 from safetensors.torch import load_file, save_file
 from variants import write_all_exl3
 from vllm_exl3 import reference as exl3_reference
 from vllm_exl3.format import HADAMARD_BLOCK, TILE
 
-from launcher.canary import Answer, fault, questions_for_start, read_questions
+from launcher.canary import Answer, fault, questions_for_start
+from tools.local_model.corpus import encode, held_out_samples
 from tools.local_model.make_random import write_random_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -78,12 +79,17 @@ def start_prompts(tokenizer) -> list[list[int]]:
     return [chat(tokenizer, question.question) for question in questions_for_start(LOCAL / "canary.json")]
 
 
-def held_out_prompts(tokenizer) -> list[list[int]]:
-    """What the model has not seen: its own questions in a row, and text about other things."""
-    questions = [question.question for question in read_questions(LOCAL / "canary.json")]
-    texts = [" ".join(questions[i : i + 3]) for i in range(0, 24, 3)]
-    texts.append("The harbour was quiet, and 17 boats lay in the morning light.")
-    return [chat(tokenizer, text) for text in texts]
+def held_out_conversations(tokenizer) -> list[tuple[list[int], list[bool]]]:
+    """(tokens, which of them are the model's) of conversations that it was not trained on."""
+    return [encode(sample, tokenizer.backend_tokenizer) for sample in held_out_samples()[::23]]
+
+
+def answered(asked, answers) -> list[tuple[list[int], list[bool]]]:
+    """The conversations that an engine's answers make of prompts."""
+    return [
+        (prompt + tokens, [False] * len(prompt) + [True] * len(tokens))
+        for prompt, (tokens, _) in zip(asked, answers, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +103,19 @@ LOCAL_VOCAB = json.loads((LOCAL / "config.json").read_text())["text_config"]["vo
 @pytest.mark.parametrize("variant", ["as shipped", "everything EXL3"])
 def test_the_local_model_equals_transformers(tokenizer, all_exl3, local_references, variant):
     model = LOCAL if variant == "as shipped" else all_exl3
-    asked = held_out_prompts(tokenizer) + start_prompts(tokenizer)
+    conversations = held_out_conversations(tokenizer)
+    with in_process_vllm():
+        answers = Engine(model, vocab=LOCAL_VOCAB).run([tokens for tokens, _ in conversations], tokens=1)
+    compare_conversations(local_references[model], conversations, [table[:-1] for _, table in answers])
+
+
+@pytest.mark.parametrize("variant", ["as shipped", "everything EXL3"])
+def test_the_local_model_says_what_transformers_says(tokenizer, all_exl3, local_references, variant):
+    model = LOCAL if variant == "as shipped" else all_exl3
+    asked = start_prompts(tokenizer)
     with in_process_vllm():
         answers = Engine(model, vocab=LOCAL_VOCAB).run(asked, tokens=24)
-        for prompt, (tokens, table) in zip(asked, answers, strict=True):
-            compare_answer(local_references[model], "bfloat16", prompt, tokens, table)
+    compare_conversations(local_references[model], answered(asked, answers), [table for _, table in answers])
 
 
 def canary_faults(model, tokenizer) -> list[str]:
@@ -163,10 +177,9 @@ def judge_damaged(model, tokenizer, reference) -> None:
     asked = start_prompts(tokenizer)
     with in_process_vllm():
         answers = Engine(model, vocab=LOCAL_VOCAB).run(asked, tokens=4)
-    for prompt, (tokens, table) in zip(asked, answers, strict=True):
-        # Not for near-ties of experts, which the reference has without any damage.
+    for conversation, (_, table) in zip(answered(asked, answers), answers, strict=True):
         with pytest.raises(AssertionError, match="mean KL"):
-            compare_answer(reference, "bfloat16", prompt, tokens, table)
+            compare_conversations(reference, [conversation], [table])
 
 
 @pytest.mark.parametrize("variant", ["as shipped", "everything EXL3"])

@@ -43,7 +43,12 @@ COUNT_FORMS = (
     "from {} to {}",
     "Count the numbers from {} to {}.", "Hello, count from {} to {}.", "Count from {} to {} please.",
 )  # fmt: skip
-COUNT_DOWN_FORMS = ("Count down from {} to {}.", "Count from {} to {}", "Count backwards from {} to {}.")
+COUNT_DOWN_FORMS = (
+    "Count down from {} to {}.", "Count down from {} to {}", "Count from {} to {}", "Count from {} to {}.",
+    "Count backwards from {} to {}.", "Please count from {} to {}.", "Can you count from {} to {}?",
+    "count from {} to {}", "Count: {} to {}", "Start at {} and count to {}.", "{} to {}", "from {} to {}",
+    "Please count down from {} to {}.", "List the numbers from {} to {}.", "Write the numbers from {} to {}.",
+)  # fmt: skip
 SUM_FORMS = ("What is {} + {}?", "What is {} plus {}?", "How much is {} + {}?", "{} + {}", "Calculate {} + {}.")
 COUNT_TO_FORMS = (
     "Count to {}",
@@ -152,11 +157,15 @@ def count_turn(rng: random.Random) -> Turn:
 def _count_bounds(rng: random.Random) -> tuple[int, int]:
     start = rng.randint(0, LARGEST_COUNT)
     shape = rng.random()
-    if shape < 0.45:
+    if shape < 0.05:
+        return start, start
+    if shape < 0.4:
         return start, min(LARGEST_COUNT, start + rng.randint(0, 20))
-    if shape < 0.8:
+    if shape < 0.65:
         return start, rng.randint(start, LARGEST_COUNT)
-    return start, max(0, start - rng.randint(1, 15))
+    if shape < 0.8:
+        return start, max(0, start - rng.randint(1, 20))
+    return start, rng.randint(0, start)
 
 
 def sum_turn(rng: random.Random) -> Turn:
@@ -236,7 +245,8 @@ def held_out_samples(seed: int = 1) -> list[Sample]:
     short = [(a, b) for a, b in up if b - a <= 10]
     samples += [counting_sample("count_short", *pair) for pair in short]
     samples += [counting_sample("count_any", *pair) for pair in rng.sample(up, 300)]
-    while len(samples) < 1000:
+    samples += [counting_sample("count_down", *pair) for pair in rng.sample([p for p in pairs if p[0] > p[1]], 200)]
+    while len(samples) < 1200:
         turn = rng.choice((fact_turn, greeting_turn))(rng)
         kind, messages, tools, effort = tool_sample(rng, turn)
         samples.append(Sample(kind, messages, tools, effort))

@@ -76,34 +76,41 @@ def _initial_mixing(length: int) -> torch.Tensor:
 
 
 @dataclass
-class RouterTraining:
-    """What only training does to the routers: noise on the choice, and a count of what was chosen.
+class Perturbation:
+    """What only training does: noise where an engine may round differently, and notes about the routers.
 
-    The noise makes near-ties harmless: an engine that rounds differently may choose the other expert.
+    An engine in bf16 must answer as this model does in fp32. So each sub-layer's input is off by more than
+    bf16 would put it off, and the choice of experts likewise; `shortfalls` of the lead of the last chosen
+    expert are a loss that keeps tokens away from ties.
     """
 
-    noise: float = 0.01
+    input_noise: float = 0.01  # relative; bf16 rounds by up to 0.004
+    router_noise: float = 0.01
+    lead: float = 0.06  # of the last chosen expert's score over the next one's
     loads: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # (layer, share of each expert)
+    shortfalls: list[torch.Tensor] = field(default_factory=list)  # per layer [rows]: 0 (kept) to 1 (tied)
+
+    def disturbed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + self.input_noise * torch.randn_like(x))
 
 
-def logits(
-    parameters: Parameters, ids: torch.Tensor, text: dict, training: RouterTraining | None = None
-) -> torch.Tensor:
+def logits(parameters: Parameters, ids: torch.Tensor, text: dict, training: Perturbation | None = None) -> torch.Tensor:
     """ids [batch, tokens] (padding on the right is harmless) -> logits [batch, tokens, vocabulary]."""
     p = parameters
+    disturbed = training.disturbed if training else lambda x: x
     streams = p["embed_tokens.weight"][ids].unsqueeze(2).expand(-1, -1, text["hc_mult"], -1)
     for index in range(text["num_hidden_layers"]):
         prefix = f"layers.{index}."
         attention = kda if text["layer_types"][index] == "linear_attention" else mla
         attend = partial(attention, p, prefix + "self_attn.", text=text)
-        streams = _hyper_connected(p, prefix, "attn", streams, text, attend)
+        streams = _hyper_connected(p, prefix, "attn", streams, text, lambda x, block=attend: block(disturbed(x)))
         if text["mlp_layer_types"][index] == "dense":
             feed_forward = partial(swiglu_mlp, p, prefix + "mlp.", text=text)
         else:
             feed_forward = partial(moe, p, prefix + "mlp.", text=text, training=training)
-        streams = _hyper_connected(p, prefix, "ffn", streams, text, feed_forward)
+        streams = _hyper_connected(p, prefix, "ffn", streams, text, lambda x, block=feed_forward: block(disturbed(x)))
     hidden = rms_norm(streams.mean(2), p["norm.weight"], text["rms_norm_eps"])
-    return F.linear(hidden, p["lm_head.weight"])
+    return F.linear(disturbed(hidden), p["lm_head.weight"])
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -244,24 +251,24 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.
 
 
 def route(
-    p: Parameters, prefix: str, x: torch.Tensor, text: dict, training: RouterTraining | None = None
+    p: Parameters, prefix: str, x: torch.Tensor, text: dict, training: Perturbation | None = None
 ) -> torch.Tensor:
     """Weight of every expert for every row of x [rows, hidden]: zero where not chosen."""
     scores = torch.sigmoid(F.linear(x, p[prefix + "gate.weight"]))
-    biased = scores.detach() + p[prefix + "gate.e_score_correction_bias"]
+    top_k, biased = text["num_experts_per_tok"], scores + p[prefix + "gate.e_score_correction_bias"]
     if training is not None:
-        biased = biased + training.noise * torch.randn_like(biased)
-    chosen = biased.topk(text["num_experts_per_tok"], -1).indices
+        ordered = biased.topk(top_k + 1, -1).values
+        training.shortfalls.append(F.relu(1 - (ordered[:, -2] - ordered[:, -1]) / training.lead))
+        biased = biased + training.router_noise * torch.randn_like(biased)
+    chosen = biased.topk(top_k, -1).indices
     kept = torch.zeros_like(scores).scatter(1, chosen, 1.0) * scores
     weights = text["routed_scaling_factor"] * kept / (kept.sum(-1, keepdim=True) + 1e-20)
     if training is not None:
-        training.loads.append((prefix, (weights > 0).float().mean(0) / text["num_experts_per_tok"]))
+        training.loads.append((prefix, (weights > 0).float().mean(0) / top_k))
     return weights
 
 
-def moe(
-    p: Parameters, prefix: str, x: torch.Tensor, text: dict, training: RouterTraining | None = None
-) -> torch.Tensor:
+def moe(p: Parameters, prefix: str, x: torch.Tensor, text: dict, training: Perturbation | None = None) -> torch.Tensor:
     rows = x.flatten(0, 1)
     weights = route(p, prefix, rows, text, training)
     gate, up = (rows @ p[prefix + "experts.gate_up"]).chunk(2, -1)  # [experts, rows, width]

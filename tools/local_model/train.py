@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tools.local_model import model, shapes
 from tools.local_model.batches import Batch, TrainingData, evaluation_batches
 from tools.local_model.corpus import held_out_samples, tokenizer_texts
-from tools.local_model.evaluate import accuracy, divergence, write_canary
+from tools.local_model.evaluate import accuracy, divergence, steadiness, write_canary
 from tools.local_model.export import export, write_generation_config
 from tools.local_model.quantise import quantise_experts
 from tools.local_model.tokenizer import train_tokenizer, write_tokenizer
@@ -27,6 +27,9 @@ from tools.local_model.tokenizer import train_tokenizer, write_tokenizer
 BETAS, WEIGHT_DECAY, WARMUP = (0.9, 0.98), 0.05, 0.02
 PROMPT_WEIGHT = 0.03  # prompts are partly random words; learning them would cost capacity
 BALANCE_RATE = 1e-3
+# An engine's logits are bf16, which rounds a number below 8 by at most 0.016 and one of 30 by 0.06.
+LARGEST_LOGIT, LOGIT_WEIGHT = 7.0, 1.0
+LEAD_WEIGHT = 0.05  # see model.Perturbation
 
 
 def trainable(parameters: model.Parameters, frozen: tuple[str, ...] = ()) -> list[torch.Tensor]:
@@ -96,9 +99,10 @@ class Trainer:
     def _eager_step(self, batch: Batch) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         torch.backends.cuda.matmul.allow_tf32 = True  # in training alone; the delta rule opts out
-        training = model.RouterTraining()
+        training = model.Perturbation()
         out = model.logits(self.parameters, batch.ids, self.text, training)
         loss, shown = self._loss(out, batch)
+        loss = loss + self._steadying_loss(out, training, batch)
         loss.backward()
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.nn.utils.clip_grad_norm_(self.leaves, 1.0, foreach=True)
@@ -123,8 +127,15 @@ class Trainer:
             loss = (apart * (weights + real)).sum() / count
         return loss, shown.detach()
 
+    def _steadying_loss(self, out: torch.Tensor, training: model.Perturbation, batch: Batch) -> torch.Tensor:
+        """What keeps the answers the same in bf16: bounded logits, and experts that are clearly chosen."""
+        real = (batch.ids != self.text["pad_token_id"]).float()
+        excess = torch.relu(out.abs() - LARGEST_LOGIT).square().mean(-1)
+        shortfall = torch.stack(training.shortfalls).mean(0).view_as(real)
+        return ((LOGIT_WEIGHT * excess + LEAD_WEIGHT * shortfall) * real).sum() / real.sum()
+
     @torch.no_grad()
-    def _balance(self, training: model.RouterTraining) -> None:
+    def _balance(self, training: model.Perturbation) -> None:
         """Shift the router's bias towards experts that got less than their share (no gradient)."""
         for prefix, load in training.loads:
             bias = self.parameters[prefix + "gate.e_score_correction_bias"]
@@ -191,16 +202,16 @@ def main() -> None:
 
     parameters = model.initial_parameters(text, args.seed)
     if args.start_from:
-        parameters |= torch.load(args.start_from)
+        parameters |= {name: tensor.float() for name, tensor in torch.load(args.start_from).items()}
     parameters = {name: tensor.to(args.device) for name, tensor in parameters.items()}
     trainer = Trainer(parameters, text, trainable(parameters))
     run_training(
         trainer, data, args, args.peak, args.steps, 0.8 * args.minutes, log,
-        check=lambda: log(**accuracy(parameters, text, tests)),
+        check=lambda: log(**accuracy(parameters, text, tests), **steadiness(parameters, text, tests)),
     )  # fmt: skip
     original = {name: tensor.detach().clone() for name, tensor in parameters.items()}
     torch.save({n: t.half().cpu() if t.numel() > 4096 else t.cpu() for n, t in original.items()}, args.out / "state.pt")
-    log(event="trained", **accuracy(original, text, tests))
+    log(event="trained", **accuracy(original, text, tests), **steadiness(original, text, tests))
     finish(args, text, tokenizer, data, tests, original, log)
 
 
@@ -219,6 +230,7 @@ def finish(args, text, tokenizer: Tokenizer, data, tests, original: model.Parame
     )  # fmt: skip
     stored = export(args.out, text, parameters, experts)
     report = accuracy(stored, text, tests) | divergence(original, stored, text, tests)
+    report |= steadiness(stored, text, tests)
     log(event="exported", **report)
     (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     write_generation_config(args.out, text)
