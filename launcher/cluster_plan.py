@@ -1,0 +1,260 @@
+"""The plan of a cluster: what each rank is given and runs, in order. `plan` prints it and `start` runs exactly it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher import commands, refusals
+from launcher.commands import NOT_CARRIED_FILE, RAY_PORTS, SECRETS, Found, Place, Unit, host_port
+from launcher.config import BUILT_IN, REDACTED
+from launcher.errors import LauncherError
+from launcher.vllm_flags import api_host
+
+if TYPE_CHECKING:
+    from launcher.config import Config
+    from launcher.discovery import Fabric
+
+PLACEHOLDER = re.compile(r"<(?:found|made) at start[^>]*>")
+RUNNER = Path(__file__).with_name("runner.py")
+
+EVERYWHERE = "every address, since Ray has no setting for it; asks for the token"
+RENDEZVOUS = ("PyTorch's rendezvous", "every address, since PyTorch has no setting for it")
+
+
+@dataclass(frozen=True)
+class File:
+    path: str
+    mode: int
+    content: bytes
+    shown: bool = True  # whether the plan prints what is in it
+
+
+@dataclass(frozen=True)
+class Port:
+    rank: int
+    number: str  # one port or FIRST-LAST; empty: the system chooses
+    owner: str
+    bind: str
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank. In order: make `folders`, write `files`, start `units` (the last ones only when the first are up)."""
+
+    rank: int
+    address: str
+    name: str
+    environment: Mapping[str, str]
+    folders: tuple[str, ...]
+    files: tuple[File, ...]
+    units: tuple[Unit, ...]
+    shell: tuple[str, ...]
+
+    @property
+    def make_folders(self) -> list[str]:
+        return ["mkdir", "-p", "--", *self.folders]
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    ranks: tuple[RankPlan, ...]
+    ports: tuple[Port, ...]
+    notes: tuple[str, ...]
+    ray_nodes: tuple[str, ...]  # run on rank 0: prints Ray's nodes as JSON; empty where Ray is not used
+
+    @property
+    def url(self) -> str:
+        """Where the launcher itself reaches the API, on rank 0."""
+        host = api_host(self.config)
+        return f"http://{host_port('127.0.0.1' if host in ('0.0.0.0', '::') else host, self.config['PORT'])}"
+
+    @property
+    def unresolved(self) -> list[str]:
+        """What is still to be found, rank by rank. A plan may run only when this is empty."""
+        words = (word for rank in self.ranks for word in words_of(rank))
+        return sorted({found for word in words for found in PLACEHOLDER.findall(word)})
+
+
+def make(
+    config: Config,
+    fabrics: Sequence[Fabric] | None = None,
+    *,
+    homes: Sequence[str] | None = None,
+    image_id: str = "",
+    ray_token: str = "",
+) -> Plan:
+    """Refuses forbidden combinations, all of them at once."""
+    refused = refusals.refusals(config)
+    if refused:
+        raise LauncherError("\n".join(refused))
+    founds = [
+        Found(homes[rank] if homes else "", image_id, ray_token) for rank in range(config.topology.nodes)
+    ]  # fmt: skip
+    ranks = tuple(
+        rank_plan(config, fabrics[rank] if fabrics else None, rank, found) for rank, found in enumerate(founds)
+    )
+    notes = [*config.notes, *refusals.notes(config), *geometry_notes(config)]
+    for rank, fabric in enumerate(fabrics or ()):
+        notes += [f"node {rank}: {note}" for note in fabric.notes]
+    ray_nodes = ()
+    if config["EXECUTOR"] == "ray":
+        ray_nodes = tuple(commands.runtime_of(config).inside(Place(config, 0, founds[0]), commands.ray_nodes(config)))
+    return Plan(
+        config, ranks, tuple(sorted(ports(config), key=lambda port: port.rank)), tuple(dict.fromkeys(notes)), ray_nodes
+    )
+
+
+def rank_plan(config, fabric: Fabric | None, rank: int, found: Found) -> RankPlan:
+    place = Place(config, rank, found)
+    environment = commands.rank_environment(config, fabric, rank, found)
+    return RankPlan(
+        rank=rank,
+        address=config.addresses[rank],
+        name=place.name,
+        environment=environment,
+        folders=tuple(place.outside(what) for what in ("config", "log", "cache")),
+        files=(
+            File(place.env_file, 0o600, commands.environment_file(environment)),
+            File(f"{place.outside('config')}/{NOT_CARRIED_FILE}", 0o644, commands.not_carried_file()),
+            File(f"{place.outside('config')}/{RUNNER.name}", 0o644, RUNNER.read_bytes(), shown=False),
+        ),
+        units=tuple(units(config, place, found)),
+        shell=tuple(commands.runtime_of(config).shell(place)),
+    )
+
+
+def units(config, place: Place, found: Found) -> Iterator[Unit]:
+    runtime, server = commands.runtime_of(config), commands.server(config, place.rank, found)
+    if config["EXECUTOR"] == "mp":
+        yield runtime.main_unit(place, "server", server)
+        return
+    yield runtime.main_unit(place, "ray", commands.ray_start(config, place.rank))
+    if server:
+        yield runtime.inner_unit(place, "server", server)
+
+
+def geometry_notes(config) -> Iterator[str]:
+    """Which cache rows the attention reads, why, and what they cost."""
+    said = {
+        "auto": "the 512-wide kernel where the image's FlashInfer has it, padded rows elsewhere; 656 bytes a row",
+        "native": "FlashInfer's 512-wide kernel; 656 bytes a row",
+        "padded": "512 columns padded to 576 with zeros, exact, an eighth more to multiply; 656 bytes a row",
+        "compact": "the 512-wide kernel on 528 bytes a row, 18.6 % less cache per token; not yet measured on a Spark",
+    }
+    if config["MLA_GEOMETRY"] in said:
+        yield f"MLA_GEOMETRY={config['MLA_GEOMETRY']}: {said[config['MLA_GEOMETRY']]}."
+
+
+# Ports
+
+
+def ports(config) -> Iterator[Port]:
+    yield Port(0, str(config["PORT"]), "API", api_host(config))
+    if config["EXECUTOR"] == "mp":
+        yield Port(
+            0, str(config["MASTER_PORT"]), "PyTorch's rendezvous", "every address, since PyTorch has no setting for it"
+        )
+    else:
+        yield from ray_ports(config)
+    for rank in range(config.topology.nodes):
+        yield Port(rank, "", "vLLM's messages, NCCL and Gloo", config.addresses[rank])
+
+
+def ray_ports(config) -> Iterator[Port]:
+    first = config["RAY_PORT"]
+    at = {flag: str(first + distance) for flag, distance in RAY_PORTS.items()}
+    yield Port(0, str(first), "Ray's control store", EVERYWHERE)
+    for rank, address in enumerate(config.addresses):
+        yield Port(rank, at["--node-manager-port"], "Ray's node manager", EVERYWHERE)
+        yield Port(rank, at["--object-manager-port"], "Ray's object manager", EVERYWHERE)
+        yield Port(rank, at["--runtime-env-agent-port"], "Ray's environment agent", address)
+        agents = f"{at['--dashboard-agent-listen-port']}-{at['--metrics-export-port']}"
+        yield Port(rank, agents, "Ray's agents", "nothing listens with plain `ray`; its [default] extra brings them")
+        workers = f"{at['--min-worker-port']}-{at['--max-worker-port']}"
+        yield Port(rank, workers, "Ray's workers, and the API server as one of them", EVERYWHERE)
+    client = f"{config.addresses[0]} and 127.0.0.1, port 10001, only where `grpcio` is installed"
+    yield Port(0, "", "Ray's client server", client)
+    yield Port(0, "", *RENDEZVOUS)
+
+
+def fixed_ports(plan: Plan, rank: int) -> list[int]:
+    """Every port that must be free on a node before the start."""
+    numbers: list[int] = []
+    for port in plan.ports:
+        if port.rank == rank and port.number:
+            first, _, last = port.number.partition("-")
+            numbers += range(int(first), int(last or first) + 1)
+    return sorted(set(numbers))
+
+
+# Text
+
+
+def words_of(rank: RankPlan) -> Iterator[str]:
+    yield from rank.environment.values()
+    yield from rank.folders
+    yield from (file.path for file in rank.files)
+    for unit in rank.units:
+        yield from unit.start
+
+
+def shown(name: str, value: str) -> str:
+    return REDACTED if name in SECRETS and not PLACEHOLDER.fullmatch(value) else value
+
+
+def describe(plan: Plan) -> str:
+    sections = [
+        head(plan), "\n".join(settings(plan.config)), "\n".join(port_lines(plan)), *map(describe_rank, plan.ranks)
+    ]  # fmt: skip
+    if plan.ray_nodes:
+        sections.append(f"# Then, on node 0, until Ray reports {len(plan.ranks)} GPUs\n{block(plan.ray_nodes)}")
+    sections += [f"# Then, on node 0: {unit.name}\n{block(unit.start)}" for unit in plan.ranks[0].units[1:]]
+    return "\n\n".join(sections) + "\n"
+
+
+def head(plan: Plan) -> str:
+    config = plan.config
+    kind = f"{config.topology.nodes} nodes, RUNTIME={config['RUNTIME']}, EXECUTOR={config['EXECUTOR']}"
+    return "\n".join([f"# Plan for {config.topology.name}: {kind}", *(f"# Note: {note}" for note in plan.notes)])
+
+
+def settings(config) -> Iterator[str]:
+    """Values that are not built in, with where they come from."""
+    yield "# Settings that are not the built-in default"
+    for name in sorted(config.values):
+        if config.sources[name] != BUILT_IN:
+            yield f"{name}={config.text(name)}  ({config.sources[name]})"
+
+
+def port_lines(plan: Plan) -> Iterator[str]:
+    yield "# Ports, and the address on which each listens"
+    for port in plan.ports:
+        yield f"node {port.rank}  {port.number or 'any':<11}  {port.owner}: {port.bind}"
+
+
+def describe_rank(rank: RankPlan) -> str:
+    lines = [f"# Node {rank.rank} ({rank.address}), {rank.name}", block(rank.make_folders)]
+    for file in rank.files:
+        lines.append(f"# file {file.path}, mode {file.mode:04o}")
+        if file.path.endswith("/environment"):
+            lines += [f"{name}={shown(name, value)}" for name, value in sorted(rank.environment.items())]
+        elif file.shown:
+            lines += file.content.decode().splitlines()
+    return "\n".join([*lines, f"# start {rank.units[0].name}", block(rank.units[0].start)])
+
+
+def block(argv: Sequence[str]) -> str:
+    """Shell text with a flag and its values to a line."""
+    items: list[str] = []
+    for word in map(shlex.quote, argv):
+        if not items or word.startswith("-"):
+            items.append(word)
+        else:
+            items[-1] += " " + word
+    return " \\\n    ".join(items)

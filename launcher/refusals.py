@@ -1,0 +1,174 @@
+"""Combinations of settings that are known to answer wrongly, hang or not start: the reason, and what lifts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from math import ceil
+
+from launcher.vllm_flags import SHORT, flag_of, why_not_extra
+
+# GLM-5.3-Flash's linear attention, from which the size of its state follows.
+HEADS = 64
+HEAD_WIDTH = 128
+CONVOLUTION_WIDTH = 4
+
+# vLLM makes the cache block of a hybrid model as large as one such state, in tokens of this many bytes, rounded up to
+# whole indexer blocks.
+TOKEN_BYTES = 512
+BLOCK_GRAIN = 256
+
+RAY_PORT_SPAN = 52
+
+CACHE_TYPES = ("fp8", "auto")
+
+# Flags that move or slice cache rows whose compact form has not been tested there.
+ROW_MOVERS = (
+    "--decode-context-parallel-size",
+    "--kv-transfer-config",
+    "--kv-offloading-size",
+    "--kv-offloading-backend",
+)
+
+
+def draft_tokens(config) -> int:
+    return 0 if config["SPEC_METHOD"] == "none" else int(config["SPEC_TOKENS"])
+
+
+def state_block_tokens(nodes: int, drafts: int) -> int:
+    """Tokens in one cache block: a rank's float32 state and the bfloat16 inputs of its convolution."""
+    heads = ceil(HEADS / nodes)
+    state = heads * HEAD_WIDTH * HEAD_WIDTH * 4
+    convolution = (CONVOLUTION_WIDTH - 1 + drafts) * 3 * heads * HEAD_WIDTH * 2
+    return ceil((state + convolution) / TOKEN_BYTES / BLOCK_GRAIN) * BLOCK_GRAIN
+
+
+def extra_values(config, flag: str) -> list[str]:
+    """What EXTRA_ARGS gives to a flag, in either way of writing it."""
+    words = config["EXTRA_ARGS"]
+    apart = [value for word, value in pairwise(words) if flag_of(word) == flag and "=" not in word]
+    return apart + [word.split("=", 1)[1] for word in words if flag_of(word) == flag and "=" in word]
+
+
+def refuse_cache_type(config) -> Iterable[str]:
+    for value in extra_values(config, "--kv-cache-dtype"):
+        if value not in CACHE_TYPES:
+            yield (
+                f"EXTRA_ARGS has --kv-cache-dtype {value}: the sparse attention of this GPU reads packed FP8 rows "
+                f"only; leave it out, KV_CACHE_DTYPE is {config['KV_CACHE_DTYPE']}. "
+                f"Kernels for another type would lift this."
+            )
+
+
+def refuse_marlin(config) -> str | None:
+    named = [value.lower() for value in (str(config["MOE_BACKEND"]), *extra_values(config, "--moe-backend"))]
+    if "marlin" not in named:
+        return None
+    return (
+        "MOE_BACKEND is marlin: Marlin multiplies other formats and would read EXL3's packed experts as noise; "
+        "clear it, the EXL3 plugin brings its own kernels. Nothing lifts this."
+    )
+
+
+def refuse_compact_rows(config) -> Iterable[str]:
+    if config["MLA_GEOMETRY"] != "compact":
+        return
+    for flag in dict.fromkeys(map(flag_of, config["EXTRA_ARGS"])):
+        if flag in ROW_MOVERS:
+            yield (
+                f"MLA_GEOMETRY is compact and EXTRA_ARGS has {flag}: that path has not been tested with 528-byte rows, "
+                f"and a wrong row is a wrong answer without an error; set MLA_GEOMETRY=auto or leave {flag} out. "
+                f"A test of ours with both lifts this."
+            )
+
+
+def refuse_small_steps(config) -> str | None:
+    # vLLM's CPU build attends to everything and has no pools.
+    if config["RUNTIME"] != "docker" or config.topology.nodes not in (2, 3, 4):
+        return None
+    drafts = draft_tokens(config)
+    block = state_block_tokens(config.topology.nodes, drafts)
+    needed = block + int(config["MAX_NUM_SEQS"]) * (drafts + 1)
+    if int(config["MAX_NUM_BATCHED_TOKENS"]) >= needed:
+        return None
+    return (
+        f"MAX_NUM_BATCHED_TOKENS is {config['MAX_NUM_BATCHED_TOKENS']}: a prefill chunk must hold a whole state block "
+        f"({block} tokens) beside {config['MAX_NUM_SEQS']} decoding requests of {drafts + 1}, else it starts inside a "
+        f"pool of the indexer and long contexts silently lose tokens; set it to {needed} or more, or lower "
+        f"MAX_NUM_SEQS. A scheduler that ends chunks on whole pools lifts this."
+    )
+
+
+def refuse_sliced_experts(config) -> str | None:
+    if config.topology.nodes != 3 or config["EXPERT_PARALLEL"]:
+        return None
+    return (
+        "EXPERT_PARALLEL is off on three nodes: an expert is 2048 wide and its packed tiles do not divide by 3; "
+        "set EXPERT_PARALLEL=1, which gives each node 96 whole experts."
+    )
+
+
+def refuse_shared_ports(config) -> Iterable[str]:
+    taken = {"PORT": int(config["PORT"])}
+    if config["EXECUTOR"] == "mp":
+        taken["MASTER_PORT"] = int(config["MASTER_PORT"])
+        if taken["PORT"] == taken["MASTER_PORT"]:
+            yield f"PORT and MASTER_PORT are both {taken['PORT']}: each listens on its own; change one of them."
+        return
+    first = int(config["RAY_PORT"])
+    last = first + RAY_PORT_SPAN - 1
+    for name, port in taken.items():
+        if first <= port <= last:
+            yield f"{name} is {port}: Ray takes the ports {first} to {last}; change {name} or RAY_PORT."
+
+
+def refuse_owned_flags(config) -> Iterable[str]:
+    told = set()
+    for word in config["EXTRA_ARGS"]:
+        flag = flag_of(word)
+        reason = why_not_extra(flag) if flag and flag not in told else None
+        told.add(flag)
+        if reason:
+            shown = f"{word} ({flag})" if word in SHORT else flag
+            yield f"EXTRA_ARGS has {shown}: {reason}, so that the plan and its checks know the value."
+
+
+def refuse_secret_in_extra(config) -> str | None:
+    key = str(config["VLLM_API_KEY"] or "")
+    if not key or not any(key in word for word in config["EXTRA_ARGS"]):
+        return None
+    return (
+        "EXTRA_ARGS holds the value of VLLM_API_KEY: every user of the machine can read argument lists; "
+        "take it out, the server gets the key from its environment."
+    )
+
+
+REFUSALS: tuple[Callable, ...] = (
+    refuse_cache_type, refuse_marlin, refuse_compact_rows, refuse_small_steps, refuse_sliced_experts,
+    refuse_shared_ports, refuse_owned_flags, refuse_secret_in_extra,
+)  # fmt: skip
+
+
+def refusals(config) -> list[str]:
+    """All of them; none means that the settings may be planned."""
+    found: list[str] = []
+    for rule in REFUSALS:
+        said = rule(config)
+        found += [said] if isinstance(said, str) else list(said or ())
+    return found
+
+
+def notes(config) -> list[str]:
+    """What is allowed and should still be said."""
+    said = []
+    if config["BIND"] == "0.0.0.0" and not config["VLLM_API_KEY"]:
+        said.append(
+            "BIND=0.0.0.0 without VLLM_API_KEY: everyone on the network can use the model and see what is asked; "
+            "`./start.sh key` makes a key."
+        )
+    if config["KDA_PREFILL_BACKEND"] != "triton":
+        said.append(
+            f"KDA_PREFILL_BACKEND={config['KDA_PREFILL_BACKEND']}: public reports tie it to garbled text after long "
+            f"tool sessions; triton is the safe choice until warm and cold answers have been shown to be equal."
+        )
+    return said
