@@ -1,4 +1,4 @@
-"""Command line: python -m launcher local COMMAND. Reads the environment and the arguments, once."""
+"""Command line: python -m launcher local|cluster ... Reads the environment and the arguments, once."""
 
 from __future__ import annotations
 
@@ -75,10 +75,15 @@ def run(options: argparse.Namespace, ambient: dict[str, str]) -> Exit:
 
 
 def main(arguments: list[str]) -> int:
-    if arguments[:1] != ["local"]:
-        print("usage: python -m launcher local COMMAND   (./start-local.sh is short for it)", file=sys.stderr)
+    if arguments[:1] not in (["local"], ["cluster"]):
+        print("usage: ./start-local.sh, ./start.sh, ./start-tp3.sh or ./start-tp4.sh COMMAND", file=sys.stderr)
         return Exit.OK if arguments[:1] in (["-h"], ["--help"]) else Exit.USAGE
     try:
+        if arguments[0] == "cluster":
+            # Needs python-dotenv, which the local topology's bare interpreter does not have.
+            from launcher import cluster
+
+            return cluster.main(arguments[1:], dict(os.environ))
         return run(make_parser().parse_args(with_default_command(arguments[1:])), dict(os.environ))
     except LauncherError as error:
         console.say(f"\n{error}")

@@ -87,12 +87,19 @@ def read_answer(body: bytes) -> Answer:
     return Answer(choice["message"].get("content") or "", choice["finish_reason"] == "stop")
 
 
-def ask(port: int, question: str, api_key: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+def ask(
+    port: int,
+    question: str,
+    api_key: str,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+    host: str = HOST,
+    max_tokens: int = MAX_TOKENS,
+) -> Answer:
     """One question at temperature 0 through the server's public door."""
     body = json.dumps({"model": MODEL_ID, "messages": [{"role": "user", "content": question}],
-                       "temperature": 0, "max_tokens": MAX_TOKENS})  # fmt: skip
+                       "temperature": 0, "max_tokens": max_tokens})  # fmt: skip
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-    status, answer = request(port, "POST", "/v1/chat/completions", body, headers, timeout_s)
+    status, answer = request(port, "POST", "/v1/chat/completions", body, headers, timeout_s, host)
     if status != 200:
         raise LauncherError(
             f"The server answered a chat request with status {status}: {answer[:300].decode(errors='replace')}",
@@ -102,9 +109,9 @@ def ask(port: int, question: str, api_key: str, timeout_s: float = ANSWER_TIMEOU
 
 
 def request(port: int, method: str, path: str, body: str | None = None, headers: dict | None = None,
-            timeout_s: float = 5) -> tuple[int, bytes]:  # fmt: skip
-    """A plain request to the local server, past any proxy of the caller."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
+            timeout_s: float = 5, host: str = HOST) -> tuple[int, bytes]:  # fmt: skip
+    """A plain request to a server on this machine, past any proxy of the caller."""
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request(method, path, body, headers or {})
         response = connection.getresponse()
@@ -113,19 +120,21 @@ def request(port: int, method: str, path: str, body: str | None = None, headers:
         connection.close()
 
 
-def is_healthy(port: int) -> bool:
+def is_healthy(port: int, host: str = HOST) -> bool:
     try:
-        return request(port, "GET", "/health")[0] == 200
+        return request(port, "GET", "/health", host=host)[0] == 200
     except (OSError, http.client.HTTPException):
         return False
 
 
-def check_answers(port: int, questions: list[Question], api_key: str) -> list[tuple[Question, Answer]]:
+def check_answers(
+    port: int, questions: list[Question], api_key: str, host: str = HOST, max_tokens: int = MAX_TOKENS
+) -> list[tuple[Question, Answer]]:
     """Asks every question; raises LauncherError at the first wrong answer."""
     answered = []
     for question in questions:
         try:
-            answer = ask(port, question.question, api_key)
+            answer = ask(port, question.question, api_key, host=host, max_tokens=max_tokens)
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             raise LauncherError(
                 f"canary: no answer to {question.question!r} ({type(error).__name__}: {error}); look at the log.",

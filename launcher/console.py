@@ -53,3 +53,16 @@ def phase(name: str):
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def program() -> str:
+    """How the user calls us, for the commands that messages name."""
+    return _program
+
+
+def set_program(name: str) -> None:
+    global _program
+    _program = name
+
+
+_program = "./start.sh"

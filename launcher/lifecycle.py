@@ -116,8 +116,9 @@ def print_address(plan: plans.Plan, answered) -> None:
     print(f"\n{MODEL_ID} is ready at {plan.url}/v1. It was asked, and answered correctly:")
     for question, answer in answered:
         print(f"  {question.question}\n    {answer.text.strip()}")
-    print(f"\nAsk it:\n  {plans.curl(plan, answered[0][0].question)}")
-    print(f"From Python:\n  {plans.openai_client(plan)}")
+    needs_key = "VLLM_API_KEY" in plan.settings
+    print(f"\nAsk it:\n  {plans.curl(plan.url, answered[0][0].question, needs_key)}")
+    print(f"From Python:\n  {plans.openai_client(plan.url, needs_key)}")
     print("End it: ./start-local.sh stop", flush=True)
 
 

@@ -138,16 +138,16 @@ def pairs(argv: tuple[str, ...]) -> list[str]:
     return items
 
 
-def curl(plan: Plan, question: str) -> str:
+def curl(url: str, question: str, needs_key: bool) -> str:
     """A request that a user can paste."""
     body = {"model": MODEL_ID, "messages": [{"role": "user", "content": question}], "temperature": 0}
-    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if plan.settings.get("VLLM_API_KEY") else ""
+    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if needs_key else ""
     return (
-        f"curl {plan.url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         f" -d {shlex.quote(json.dumps(body))}"
     )
 
 
-def openai_client(plan: Plan) -> str:
-    key = 'os.environ["VLLM_API_KEY"]' if plan.settings.get("VLLM_API_KEY") else '"none"'
-    return f'OpenAI(base_url="{plan.url}/v1", api_key={key})'
+def openai_client(url: str, needs_key: bool) -> str:
+    key = 'os.environ["VLLM_API_KEY"]' if needs_key else '"none"'
+    return f'OpenAI(base_url="{url}/v1", api_key={key})'

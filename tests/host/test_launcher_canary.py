@@ -72,7 +72,7 @@ def test_missing_file_is_refused(tmp_path):
 
 
 def test_wrong_answer_has_an_exit_code_of_its_own(monkeypatch):
-    monkeypatch.setattr(canary, "ask", lambda *_: Answer("8889", finished=True))
+    monkeypatch.setattr(canary, "ask", lambda *_, **__: Answer("8889", finished=True))
     with pytest.raises(LauncherError, match="8889") as caught:
         canary.check_answers(1, [FACT], "")
     assert caught.value.code == Exit.WRONG_ANSWER

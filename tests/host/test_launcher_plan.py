@@ -61,14 +61,15 @@ def test_key_goes_by_environment_only(values):
     plan = plan_of(settings.resolve({"model": values["model"]}, ambient), ambient)
     assert plan.environment["VLLM_API_KEY"] == SECRET
     assert "VLLM_API_KEY" not in plan.ignored
-    printed = plans.describe(plan) + plans.curl(plan, "q") + plans.openai_client(plan) + " ".join(plan.argv)
+    hints = plans.curl(plan.url, "q", True) + plans.openai_client(plan.url, True)
+    printed = plans.describe(plan) + hints + " ".join(plan.argv)
     assert SECRET not in printed and plans.REDACTED in printed
 
 
 def test_empty_key_is_no_key(values):
     plan = plan_of(settings.resolve({"model": values["model"]}, {"VLLM_API_KEY": ""}), {"VLLM_API_KEY": ""})
     assert "VLLM_API_KEY" not in plan.environment
-    assert "Authorization" not in plans.curl(plan, "q")
+    assert "Authorization" not in plans.curl(plan.url, "q", "VLLM_API_KEY" in plan.settings)
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1), min_size=1))
@@ -88,5 +89,5 @@ def test_described_plan_is_shell_that_runs_the_same(values, tmp_path):
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 def test_curl_line_survives_any_question(question):
     plan = plans.Plan((), {}, {}, (), Path("/"), 8888)
-    body = shlex.split(plans.curl(plan, question))[-1]
+    body = shlex.split(plans.curl(plan.url, question, False))[-1]
     assert plans.json.loads(body)["messages"][0]["content"] == question

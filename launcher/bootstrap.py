@@ -1,0 +1,72 @@
+"""First step of the start scripts: makes the launcher's own small environment once, then goes on inside it.
+
+Runs as a plain file under whatever python3 the machine has, so it uses the standard library only.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / ".venv-launcher"
+LOCK = ROOT / "requirements" / "launcher.txt"
+OLDEST = (3, 10)
+REFUSED, SETUP = 3, 4  # as launcher.errors.Exit has them
+
+
+def wanted_stamp():
+    return {
+        "folder": str(FOLDER),
+        "python": os.path.realpath(sys.executable),
+        "version": list(sys.version_info[:3]),
+        "lock": hashlib.sha256(LOCK.read_bytes()).hexdigest(),
+    }
+
+
+def is_complete(stamp):
+    try:
+        return json.loads((FOLDER / "complete.json").read_text()) == stamp
+    except (OSError, ValueError):
+        return False
+
+
+def make(stamp):
+    """The stamp is written last: what was broken off is made anew."""
+    print("Setting up the launcher's own Python packages (once, a few seconds) ...", file=sys.stderr, flush=True)
+    must([sys.executable, "-m", "venv", "--clear", str(FOLDER)])
+    pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    must([*pip, "install", "--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", str(LOCK)])
+    (FOLDER / "complete.json").write_text(json.dumps(stamp) + "\n")
+
+
+def must(command):
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        said = done.stdout.decode(errors="replace").strip().splitlines()[-5:]
+        print("\n".join("    " + line for line in said), file=sys.stderr)
+        fix = "see above; the package index must be reachable once"
+        if "ensurepip" in done.stdout.decode(errors="replace"):
+            fix = "install it, on Debian or Ubuntu with: sudo apt-get install python3-venv"
+        print(f"launcher: its Python environment {FOLDER} could not be made: {fix}.", file=sys.stderr)
+        sys.exit(SETUP)
+
+
+def main(arguments):
+    if sys.version_info < OLDEST:
+        found = ".".join(map(str, sys.version_info[:3]))
+        print(f"python3 is {found} here, the launcher needs 3.10 or newer; install one.", file=sys.stderr)
+        sys.exit(REFUSED)
+    stamp = wanted_stamp()
+    if not is_complete(stamp):
+        make(stamp)
+    python = str(FOLDER / "bin" / "python")
+    # -I: neither the user's folder nor its PYTHON* variables take part; then our own root comes first.
+    start = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module('launcher', run_name='__main__')"
+    os.execv(python, [python, "-I", "-c", start, str(ROOT), "cluster", *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,105 @@
+"""Command line of the Spark topologies: python -m launcher cluster SCRIPT TOPOLOGY COMMAND."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher import cluster_life, cluster_plan, console, envfile
+from launcher.commands import REPOSITORY
+from launcher.config import Config, load
+from launcher.errors import Exit, LauncherError
+from launcher.topology import TOPOLOGIES, Topology
+
+# command -> what it does
+COMMANDS = {
+    "start": "check every node, then start and wait until questions are answered correctly",
+    "restart": "check every node for the new settings, then replace what runs",
+    "stop": "end what runs, on every node",
+    "status": "tell whether it runs, answers and makes progress",
+    "logs": "print the log of a rank",
+    "check": "look at every node and report; changes nothing",
+    "plan": "print what each node will run, secrets left out; needs no node",
+    "shell": "open a shell where a rank runs",
+    "key": "make an API key, store it in the env file and so open the API to the network",
+    "import": "read the env file of an older recipe and write ours",
+}
+
+
+def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=script,
+        description=f"Serve GLM-5.3-Flash-EXL3 on {topology.nodes} DGX Sparks. Without a command: start.",
+        epilog=f"Settings are in {topology.env_file}; docs/configuration.md describes them.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, doc in COMMANDS.items():
+        command = commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
+        if name in ("logs", "shell"):
+            ranks = range(topology.nodes)
+            command.add_argument("rank", nargs="?", type=int, default=0, choices=ranks, help="Default: 0.")
+        if name == "logs":
+            command.add_argument("-f", "--follow", action="store_true", help="Keep printing until Ctrl-C.")
+        if name == "import":
+            command.add_argument("file", type=Path, metavar="OLD/.env")
+    return parser
+
+
+def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
+    script, topology = f"./{arguments[0]}", TOPOLOGIES[arguments[1]]
+    console.set_program(script)
+    words = arguments[2:] or ["start"]
+    options = make_parser(script, topology).parse_args(words)
+    env_path = REPOSITORY / topology.env_file
+    if options.command == "import":
+        return envfile.import_old(topology, options.file, env_path)
+    if options.command == "key":
+        return make_key(topology, env_path)
+    config = read_config(topology, env_path, ambient, options.command)
+    if options.command == "plan":
+        print(cluster_plan.describe(cluster_plan.make(config)), end="")
+        return Exit.OK
+    for note in config.notes:
+        console.say(f"Note: {note}")
+    if options.command == "logs":
+        return cluster_life.logs(config, options.rank, options.follow)
+    if options.command == "shell":
+        return cluster_life.shell(config, options.rank)
+    return getattr(cluster_life, options.command)(config)
+
+
+def read_config(topology: Topology, env_path: Path, ambient: Mapping[str, str], command: str) -> Config:
+    text = env_path.read_text(encoding="utf-8") if env_path.exists() else None
+    try:
+        return load(topology, text, env_path.name, ambient)
+    except LauncherError as error:
+        if text is not None or command == "plan":
+            raise
+        copy_example(env_path)
+        raise LauncherError(
+            f"{env_path.name} was made from its example. Fill in the addresses of your Sparks there, then run "
+            f"{console.program()} again.",
+            Exit.USAGE,
+        ) from error
+
+
+def copy_example(env_path: Path) -> None:
+    """For the owner's eyes only: a key may come into it."""
+    descriptor = os.open(env_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as target, env_path.with_name(env_path.name + ".example").open("rb") as source:
+        shutil.copyfileobj(source, target)
+
+
+def make_key(topology: Topology, env_path: Path) -> Exit:
+    if not env_path.exists():
+        copy_example(env_path)
+    envfile.set_value(env_path, "VLLM_API_KEY", f"exl3-{secrets.token_urlsafe(32)}")
+    print(
+        f"A key is in {env_path.name} now (VLLM_API_KEY), readable by you alone. With it the API listens on every "
+        f"address; `{console.program()} restart` makes it so. Clients send it as their API key."
+    )
+    return Exit.OK

@@ -1,0 +1,421 @@
+"""The life of a cluster: check, start, restart, stop, status and logs, in the order in which things must happen."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from launcher import canary, cluster_plan, console, discovery, facts, phases, preflight, remote, watch
+from launcher import plan as texts
+from launcher.cluster_state import ClusterState, Files, StartedUnit, new_state
+from launcher.commands import REPOSITORY
+from launcher.errors import Exit, LauncherError
+from launcher.lifecycle import duration, signals_ignored, signals_interrupt
+from launcher.remote import Node
+from launcher.settings import MODEL_ID
+from launcher.vllm_flags import api_host
+
+POLL_S = 0.5
+# The real model thinks before it answers.
+CANARY_TOKENS = 2048
+CANARIES = Path(__file__).parent / "canaries"
+
+
+def files_of(config) -> Files:
+    folder = Path(str(config["RUN_DIR"])).expanduser()
+    return Files(folder if folder.is_absolute() else REPOSITORY / folder, config.topology.name)
+
+
+def door_of(config) -> str:
+    """The address under which this machine reaches the API."""
+    host = api_host(config)
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
+# Checks
+
+
+def look(config, state: ClusterState | None) -> preflight.Context:
+    """Facts of every node at once, what discovery makes of them, and which of our own things run."""
+    nodes = remote.nodes_of(config)
+    units = state.units if state else ()
+    found = facts.gather(nodes, preflight.request(config))
+    return preflight.context(
+        config, nodes, found, files_of(config).read_record(), [(unit.node.rank, watch.state_of(unit)) for unit in units]
+    )
+
+
+def check(config) -> Exit:
+    context = look(config, files_of(config).read_state())
+    findings = preflight.run_checks(context, config["SKIP_CHECKS"])
+    print(preflight.describe(findings))
+    return Exit.REFUSED if preflight.failed(findings) else Exit.OK
+
+
+def refuse_bad_findings(context) -> None:
+    findings = preflight.run_checks(context, context.config["SKIP_CHECKS"])
+    shown = [finding for finding in findings if finding.level != "PASS"]
+    console.say(f"{len(findings) - len(shown)} checks passed." + ("\n" + preflight.describe(shown) if shown else ""))
+    for rank, change in discovery.changes(context.fabrics, context.previous):
+        console.say(f"Note: node {rank}: {change}")
+    if failed := preflight.failed(findings):
+        names = ", ".join(sorted({finding.check for finding in failed}))
+        raise LauncherError(f"Nothing was started and nothing was stopped: {names} failed, see above for each fix.")
+
+
+def plan_of(context) -> cluster_plan.Plan:
+    plan = cluster_plan.make(
+        context.config, context.fabrics, homes=[node.host.home for node in context.facts],
+        image_id=preflight.image_id(context), ray_token=secrets.token_hex(32),
+    )  # fmt: skip
+    if plan.unresolved:
+        missing = ", ".join(plan.unresolved)
+        raise LauncherError(f"The plan still lacks {missing}; set it in {context.config.topology.env_file}.")
+    return plan
+
+
+def questions_of(config) -> list[canary.Question]:
+    """A reviewed list comes with the model, or with the launcher for the model that it is made for."""
+    beside = Path(str(config["MODEL_DIR"])).expanduser() / "canary.json"
+    return canary.questions_for_start(beside if beside.is_file() else CANARIES / f"{MODEL_ID}.json")
+
+
+# Start
+
+
+def start(config) -> Exit:
+    return launch(config, may_replace=False)
+
+
+def restart(config) -> Exit:
+    """What runs is stopped only when every check of the new plan has passed."""
+    return launch(config, may_replace=True)
+
+
+def launch(config, *, may_replace: bool) -> Exit:
+    if config.topology.refusal:
+        raise LauncherError(config.topology.refusal)
+    files = files_of(config)
+    with signals_interrupt(), files.lock():
+        state = files.read_state()
+        if state and not may_replace and any((watch.state_of(unit) or {}).get("Running") for unit in state.units):
+            raise LauncherError(
+                f"{config.topology.name} already runs (phase {state.phase}, {state.url}); `restart` checks first and "
+                f"then replaces it, `stop` ends it.",
+                Exit.BUSY,
+            )
+        with console.phase("checks"):
+            context = look(config, state)
+        refuse_bad_findings(context)
+        plan, questions = plan_of(context), questions_of(config)
+        if state:
+            with console.phase("stop"), signals_ignored():
+                end_units(state)
+            files.forget_state()
+        bring_up(context, plan, questions)
+    return Exit.OK
+
+
+def bring_up(context, plan: cluster_plan.Plan, questions: Sequence[canary.Question]) -> None:
+    """All or nothing: on any failure or interrupt nothing of it stays on any node."""
+    config, files = context.config, files_of(context.config)
+    run = Run(config, plan, remote.nodes_of(config), files)
+    files.write_record(record_of(context, plan))
+    try:
+        run.start_ranks()
+        if plan.ray_nodes:
+            run.wait_for_ray()
+            for unit in plan.ranks[0].units[1:]:
+                run.start_unit(run.nodes[0], unit)
+        run.wait_for_server()
+        answered = run.ask(questions)
+    except BaseException:
+        with signals_ignored():
+            keep_logs(run.state, files)
+            end_units(run.state)
+            files.forget_state()
+        raise
+    files.write_state(run.state.entered("ready", ready=True))
+    print_ready(config, plan, answered)
+
+
+class Run:
+    """A start under way. The state file names every unit before it is started, so that nothing can be forgotten."""
+
+    def __init__(self, config, plan: cluster_plan.Plan, nodes: Sequence[Node], files: Files) -> None:
+        self.config, self.plan, self.nodes, self.files = config, plan, nodes, files
+        self.state = files.write_state(new_state(plan.url, tuple(rank.shell for rank in plan.ranks)))
+        self.watcher = watch.Watcher()
+
+    def enter(self, phase: str) -> None:
+        self.state = self.files.write_state(self.state.entered(phase))
+
+    @contextmanager
+    def phase(self, name: str, limit_setting: str):
+        """Yields `tick`, which shows progress and ends the phase when its time is over or a rank has died."""
+        self.enter(name)
+        limit_s, began = self.config[limit_setting], time.monotonic()
+
+        def tick(progress, detail: Callable[[], str]) -> None:
+            self.watcher.look()
+            if time.monotonic() - began > limit_s:
+                raise LauncherError(
+                    f"phase {name} is not over after {limit_s} s ({detail()}); `logs` shows what each rank said last, "
+                    f"{limit_setting} gives it more time.",
+                    Exit.SERVER,
+                )
+            progress.tick(detail())
+            time.sleep(POLL_S)
+
+        with console.phase(name) as progress:
+            yield lambda detail=lambda: "": tick(progress, detail)
+
+    def start_ranks(self) -> None:
+        with self.phase("containers", "CONTAINERS_TIMEOUT_S"):
+            remote.on_all(self.nodes, self.prepare)
+            for node, rank in zip(self.nodes, self.plan.ranks, strict=True):
+                self.start_unit(node, rank.units[0])
+
+    def prepare(self, node: Node) -> None:
+        rank = self.plan.ranks[node.rank]
+        for command in rank.units[0].stop:  # an ended container of an earlier start still has the name
+            remote.run(node, command, timeout_s=120)
+        self.must(node, rank.make_folders, "its folders could not be made")
+        for file in rank.files:
+            remote.write_file(node, file.path, file.content, file.mode)
+
+    def start_unit(self, node: Node, unit) -> None:
+        started = StartedUnit(node, unit)
+        self.state = self.files.write_state(self.state.with_unit(started))
+        self.must(node, unit.start, f"{unit.name} could not be started", self.config["CONTAINERS_TIMEOUT_S"])
+        self.watcher.units.append(started)
+
+    def must(self, node: Node, argv: Sequence[str], what: str, timeout_s: float = 60) -> None:
+        result = remote.run(node, argv, timeout_s=timeout_s)
+        if not result.ok:
+            raise LauncherError(f"node {node.rank} ({node.address}): {what}: {result.message}", Exit.SERVER)
+
+    def wait_for_ray(self) -> None:
+        wanted, joined = len(self.nodes), 0
+        with self.phase("ray", "RAY_TIMEOUT_S") as tick:
+            while joined < wanted:
+                joined = watch.gpus_in_ray(self.nodes[0], self.plan.ray_nodes, self.config.addresses)
+                tick(lambda: f"{joined} of {wanted} GPUs")  # noqa: B023 - called before the next turn
+
+    @property
+    def server(self) -> StartedUnit:
+        """What answers: the last unit of rank 0."""
+        return [started for started in self.state.units if started.node.rank == 0][-1]
+
+    def wait_for_server(self) -> None:
+        """Follows the server's log by its phases: `load` ends when the weights are there, `warm-up` when it listens."""
+        reader, port, host = phases.LogReader(), self.config["PORT"], door_of(self.config)
+        with watch.LogFollower(self.server) as log:
+
+            def said() -> str:
+                for line in log.new_lines():
+                    reader.feed(line)
+                return f"{reader.phase}: {reader.last_line[:80]}"
+
+            with self.phase("load", "LOAD_TIMEOUT_S") as tick:
+                while reader.phase in ("imports", "weights"):
+                    tick(said)
+            with self.phase("warm-up", "WARMUP_TIMEOUT_S") as tick:
+                while reader.phase != phases.LISTENING or not canary.is_healthy(port, host):
+                    tick(said)
+        if reader.quantization not in (None, "exl3"):
+            raise LauncherError(
+                f"server: the engine runs the model with quantization={reader.quantization} where exl3 was expected; "
+                f"the plugin is not in {self.config['IMAGE'] or self.config['NATIVE_PYTHON']}.",
+                Exit.SERVER,
+            )
+
+    def ask(self, questions: Sequence[canary.Question]):
+        host, port, key = door_of(self.config), self.config["PORT"], str(self.config["VLLM_API_KEY"] or "")
+        with self.phase("canary", "CANARY_TIMEOUT_S"):
+            answered = canary.check_answers(port, list(questions), key, host, CANARY_TOKENS)
+            if self.config["SPEC_METHOD"] != "none":
+                refuse_idle_drafts(watch.metrics(host, port) or {}, self.config["SPEC_METHOD"])
+        return answered
+
+
+def refuse_idle_drafts(counters: Mapping[str, float], method: str) -> None:
+    drafted, accepted = counters.get(watch.DRAFTED, 0), counters.get(watch.ACCEPTED, 0)
+    if not accepted:
+        raise LauncherError(
+            f"canary: SPEC_METHOD={method} drafted {drafted:.0f} tokens and none was accepted, so the draft does not "
+            f"fit the model; check DRAFT_DIR, or set SPEC_METHOD=none.",
+            Exit.WRONG_ANSWER,
+        )
+
+
+def record_of(context, plan: cluster_plan.Plan) -> dict:
+    """What was started, and why so: for `status`, for the next start, and for a report."""
+    config = context.config
+    return {
+        "topology": config.topology.name,
+        "image": str(config["IMAGE"]),
+        "image_id": preflight.image_id(context),
+        "fabrics": discovery.record_of(context.fabrics),
+        "sources": {name: source for name, source in sorted(config.sources.items()) if source != "built-in"},
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "address": rank.address,
+                "environment": {name: cluster_plan.shown(name, value) for name, value in rank.environment.items()},
+                "commands": [list(unit.start) for unit in rank.units],
+            }
+            for rank in plan.ranks
+        ],
+    }
+
+
+def print_ready(config, plan: cluster_plan.Plan, answered) -> None:
+    script = console.program()
+    print(f"\n{MODEL_ID} is ready at {plan.url}/v1. It was asked, and answered correctly:")
+    for question, answer in answered:
+        print(f"  {question.question}\n    {answer.text.strip()}")
+    needs_key = bool(config["VLLM_API_KEY"])
+    print(f"\nAsk it:\n  {texts.curl(plan.url, answered[0][0].question, needs_key)}")
+    print(f"From Python:\n  {texts.openai_client(plan.url, needs_key)}")
+    print(f"End it: {script} stop", flush=True)
+
+
+# Stop
+
+
+def stop(config) -> Exit:
+    files = files_of(config)
+    with signals_interrupt(), files.lock():
+        state = files.read_state()
+        if state is None:
+            print("Not running.")
+            return Exit.OK
+        with console.phase("stop"), signals_ignored():
+            end_units(state)
+        files.forget_state()
+        print("Stopped.")
+    return Exit.OK
+
+
+def end_units(state: ClusterState) -> None:
+    """Last started, first ended; nodes at once. Raises when something is left, naming it."""
+    order: dict[Node, list[StartedUnit]] = {}
+    for started in reversed(state.units):
+        order.setdefault(started.node, []).append(started)
+    # The server goes before what it runs on, and rank 0 before the others, so that nobody sees a lost rank.
+    left: list[str] = []
+    for nodes in ([node for node in order if node.rank == 0], [node for node in order if node.rank]):
+        for names in remote.on_all(nodes, lambda node: end_on(order[node])):
+            left += names
+    if left:
+        raise LauncherError(
+            f"stop: still there: {'; '.join(left)}. Try `stop` again when the node answers; what to end is in the "
+            f"state file.",
+            Exit.SERVER,
+        )
+
+
+def end_on(units: Sequence[StartedUnit]) -> list[str]:
+    left = []
+    for started in units:
+        for command in started.unit.stop:
+            result = remote.run(started.node, command, timeout_s=120)
+        state = watch.state_of(started)
+        if state is None:
+            left.append(f"{started.label} (node not reached: {result.message})")
+        elif state.get("Running"):
+            left.append(f"{started.label} ({result.message})")
+    return left
+
+
+def keep_logs(state: ClusterState, files: Files) -> None:
+    """What each unit said, saved before its container is removed."""
+    files.logs.mkdir(parents=True, exist_ok=True)
+    for started in state.units:
+        lines = watch.log_of(started)
+        log_path(files, started.node.rank, started.unit.name).write_text("\n".join([*lines, ""]))
+
+
+def log_path(files: Files, rank: int, unit: str) -> Path:
+    return files.logs / f"rank{rank}-{unit}.log"
+
+
+# Status and logs
+
+
+def status(config) -> Exit:
+    files = files_of(config)
+    state = files.read_state()
+    if state is None:
+        print("status:   not running")
+        return Exit.NOT_RUNNING
+    states = [watch.state_of(unit) for unit in state.units]
+    alive = all((found or {}).get("Running") for found in states) and bool(states)
+    host, port = door_of(config), config["PORT"]
+    answers = alive and canary.is_healthy(port, host)
+    progress, moves = progress_of(host, port) if answers else ("none", False)
+    word = ("ready" if moves else "stuck") if state.ready and answers else ("starting" if alive else "broken")
+    if state.ready and alive and not answers:
+        word = "not answering"
+    rows = {
+        "status": word, "phase": state.phase, "model id": MODEL_ID, "address": f"{state.url}/v1",
+        "uptime": duration(time.time() - state.since), "progress": progress, "record": files.record_path,
+    }  # fmt: skip
+    print("\n".join(f"{name + ':':<10}{value}" for name, value in rows.items()))
+    for unit, found in zip(state.units, states, strict=True):
+        print(f"          {unit.label}: {spoken(found)}")
+    return {"ready": Exit.OK, "starting": Exit.STARTING}.get(word, Exit.SERVER)
+
+
+def spoken(state: dict | None) -> str:
+    if state is None:
+        return "node not reached"
+    if state.get("Running"):
+        return "runs"
+    return f"ended with exit code {state['ExitCode']}" if "ExitCode" in state else "gone"
+
+
+def progress_of(host: str, port: int, pause_s: float = 3) -> tuple[str, bool]:
+    """(what the counters say, whether the engine moves). /health is 200 also when every rank waits for another."""
+    before = watch.metrics(host, port) or {}
+    if before.get(watch.RUNNING):
+        time.sleep(pause_s)
+    after = watch.metrics(host, port) or {}
+    running, waiting, written = (after.get(name, 0) for name in (watch.RUNNING, watch.WAITING, watch.PROGRESS[0]))
+    text = f"{running:.0f} running, {waiting:.0f} waiting, {written:.0f} tokens written"
+    stuck = watch.is_stuck(before, after)
+    return text + (f", no token in {pause_s:g} s" if stuck else ""), not stuck
+
+
+def logs(config, rank: int, follow: bool) -> Exit:
+    """The log of a rank's last unit; of the last failed start when nothing runs."""
+    files = files_of(config)
+    state = files.read_state()
+    units = [unit for unit in state.units if unit.node.rank == rank] if state else []
+    if units:
+        unit = units[-1]
+        command = unit.unit.follow if follow else unit.unit.logs
+        return Exit(0) if subprocess.run(remote.command_for(unit.node, command)).returncode == 0 else Exit.SERVER
+    saved = sorted(files.logs.glob(f"rank{rank}-*.log"))
+    if not saved:
+        print(f"There is no log of rank {rank} yet.", file=sys.stderr)
+        return Exit.NOT_RUNNING
+    for path in saved:
+        print(f"==> {path} <==\n{path.read_text()}", end="")
+    return Exit.OK
+
+
+def shell(config, rank: int) -> Exit:
+    """A shell where the rank runs."""
+    state = files_of(config).read_state()
+    if state is None:
+        print("status:   not running", file=sys.stderr)
+        return Exit.NOT_RUNNING
+    command = remote.command_for(remote.nodes_of(config)[rank], state.shells[rank], terminal=True)
+    return Exit.OK if subprocess.run(command).returncode == 0 else Exit.SERVER

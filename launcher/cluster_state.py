@@ -1,0 +1,128 @@
+"""What a cluster start leaves on the head: the state of the run that is up, and the record of the last one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from launcher.commands import Unit
+from launcher.errors import Exit, LauncherError
+from launcher.remote import Node
+from launcher.state import Process, this_process
+
+
+@dataclass(frozen=True)
+class StartedUnit:
+    """One thing that runs on a node, with the commands that deal with it there. No secret is in them."""
+
+    node: Node
+    unit: Unit
+
+    @property
+    def label(self) -> str:
+        return f"node {self.node.rank} ({self.node.address}): {self.unit.name}"
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    phase: str
+    launcher: Process
+    url: str
+    since: float = field(default_factory=time.time)  # wall clock, for the uptime
+    ready: bool = False
+    units: tuple[StartedUnit, ...] = ()
+    shells: tuple[tuple[str, ...], ...] = ()  # by rank: a shell where it runs
+
+    def entered(self, phase: str, *, ready: bool = False) -> ClusterState:
+        return replace(self, phase=phase, ready=ready, since=time.time() if ready else self.since)
+
+    def with_unit(self, started: StartedUnit) -> ClusterState:
+        return replace(self, units=(*self.units, started))
+
+
+def new_state(url: str, shells: tuple[tuple[str, ...], ...]) -> ClusterState:
+    return ClusterState("containers", this_process(), url, shells=shells)
+
+
+def from_json(raw: Mapping) -> ClusterState:
+    units = tuple(
+        StartedUnit(Node(**entry["node"]), Unit(**{name: freeze(value) for name, value in entry["unit"].items()}))
+        for entry in raw["units"]
+    )
+    return ClusterState(
+        **{**raw, "launcher": Process(**raw["launcher"]), "units": units, "shells": freeze(raw["shells"])}
+    )
+
+
+def freeze(value):
+    """Lists of JSON as the tuples that they were."""
+    return tuple(map(freeze, value)) if isinstance(value, list) else value
+
+
+class Files:
+    """The folder of one topology's runs. Every file is written whole or not at all."""
+
+    def __init__(self, folder: Path, topology: str) -> None:
+        self.folder, self.topology = folder, topology
+        self.state_path = folder / f"{topology}.json"
+        self.record_path = folder / f"{topology}-run.json"
+        self.logs = folder / f"{topology}-logs"
+
+    def write_state(self, state: ClusterState) -> ClusterState:
+        self._write(self.state_path, asdict(state))
+        return state
+
+    def read_state(self) -> ClusterState | None:
+        raw = self._read(self.state_path)
+        try:
+            return from_json(raw) if raw else None
+        except (TypeError, KeyError) as error:
+            raise LauncherError(
+                f"{self.state_path}: is not the state of a run ({error}); stop what it started by hand "
+                f"(`docker ps` on every node), then remove the file."
+            ) from error
+
+    def forget_state(self) -> None:
+        self.state_path.unlink(missing_ok=True)
+
+    def write_record(self, record: Mapping) -> None:
+        self._write(self.record_path, record)
+
+    def read_record(self) -> dict | None:
+        return self._read(self.record_path)
+
+    def _write(self, path: Path, content: Mapping) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        partial.replace(path)
+
+    def _read(self, path: Path) -> dict | None:
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise LauncherError(f"{path}: not readable as JSON ({error}); remove it if nothing runs.") from error
+
+    @contextmanager
+    def lock(self):
+        """One command that changes the cluster at a time. Dies with its process."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{self.topology}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                state = self.read_state()
+                doing = f" (process {state.launcher.pid}, phase {state.phase})" if state else ""
+                raise LauncherError(
+                    f"Another start, restart or stop of {self.topology} is under way{doing}; wait for it, or press "
+                    f"Ctrl-C where it runs.",
+                    Exit.BUSY,
+                ) from None
+            yield

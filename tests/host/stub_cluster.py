@@ -1,0 +1,156 @@
+"""Two nodes that are only pretended: `docker` and `ssh` on PATH that keep books, and an API that knows the canary."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from launcher import config, preflight, topology
+from launcher.canary import read_questions
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCAL_MODEL = ROOT / "models" / "local"
+READY_LOG = Path(__file__).parent / "data" / "server_ready.log"
+
+DOCKER = r"""#!{python}
+import json, os, sys
+from pathlib import Path
+books, words = Path({books!r}), sys.argv[1:]
+with open(books / "calls", "a") as calls:
+    calls.write(json.dumps([os.environ.get("STUB_NODE", "head"), *words]) + "\n")
+running = books / "running"
+failing = json.loads((books / "fail").read_text()) if (books / "fail").exists() else []
+text = " ".join(words)
+if any(part in text for part in failing):
+    sys.exit("stub: told to fail")
+def state(name):
+    file = running / name
+    if not file.exists():
+        sys.exit(f"Error: No such container: {{name}}")
+    print(file.read_text())
+if words[0] == "run":
+    name = words[words.index("--name") + 1]
+    (running / name).write_text(json.dumps({{"Running": True, "ExitCode": 0, "Pid": 1}}))
+elif words[0] == "inspect" and "container" in words:
+    state(words[-1])
+elif words[:2] == ["image", "inspect"]:
+    print(json.dumps({{"Id": "sha256:" + "a" * 64, "RepoDigests": [], "Architecture": "arm64"}}))
+elif words[0] == "info":
+    print(json.dumps({{"ServerVersion": "28.0.0", "Runtimes": {{"nvidia": {{}}}}, "DockerRootDir": "/"}}))
+elif words[0] == "ps":
+    pass
+elif words[0] in ("stop", "rm"):
+    (running / words[-1]).unlink(missing_ok=True)
+elif words[0] == "logs":
+    print("what the container said")
+elif words[0] == "exec" and "ray.nodes()" in text:
+    nodes = json.loads((books / "nodes").read_text())
+    print(json.dumps([{{"address": a, "alive": True, "gpus": 1.0}} for a in nodes]))
+elif words[0] == "exec":
+    unit = running / (words[1] + "-server")
+    if "start" in words:
+        log = Path((books / "log").read_text())
+        log.mkdir(parents=True, exist_ok=True)
+        (log / "server.log").write_text((books / "server.log").read_text())
+        unit.write_text(json.dumps({{"Running": True, "ExitCode": 0}}))
+    if "stop" in words:
+        unit.unlink(missing_ok=True)
+        sys.exit(0)
+    state(unit.name)
+else:
+    sys.exit(1)
+"""
+
+# As sshd does it: the whole command is one word for the login shell.
+SSH = """#!/bin/sh
+for last; do :; done
+[ ! -e {books}/ssh-down ] || {{ echo "connect to host: Connection refused" >&2; exit 255; }}
+STUB_NODE=worker HOME={books}/worker-home exec sh -c "$last"
+"""
+
+
+class Api(BaseHTTPRequestHandler):
+    answers: dict[str, str] = {}  # noqa: RUF012 - set once by the fixture
+    damaged = False
+    counters = ""
+
+    def do_GET(self) -> None:
+        self.reply(self.counters if self.path == "/metrics" else "{}")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = "!!!!" if self.damaged else self.answers[body["messages"][-1]["content"]]
+        self.reply(json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}))
+
+    def reply(self, text: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+class Cluster:
+    """The pretended pair, and the files in which the stubs keep their books."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.books, self.port, self.run_dir = folder / "books", port, folder / "run"
+        (self.books / "running").mkdir(parents=True)
+        (self.books / "worker-home").mkdir()
+        (self.books / "server.log").write_text(READY_LOG.read_text().replace("quantization=None", "quantization=exl3"))
+        (self.books / "log").write_text(str(self.run_dir / "exl3-tp2-rank0" / "log"))
+        self.joined("10.0.0.1", "10.0.0.2")
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, text in (
+            ("docker", DOCKER.format(python=sys.executable, books=str(self.books))),
+            ("ssh", SSH.format(books=self.books)),
+        ):
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        self.path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+        self.api = type("StubApi", (Api,), {"answers": expected_answers()})
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), self.api)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def config(self, **changes: str) -> config.Config:
+        settings = {
+            "HEAD_IP": "10.0.0.1", "WORKER_IP": "10.0.0.2", "MODEL_DIR": str(LOCAL_MODEL), "SPEC_METHOD": "none",
+            "RUN_DIR": str(self.run_dir), "PORT": str(self.port), "HEAD_CX7_IF": "eth0", "WORKER_CX7_IF": "eth0",
+            "SKIP_CHECKS": ",".join(preflight.CHECKS), "RAY_TIMEOUT_S": "10", "CONTAINERS_TIMEOUT_S": "10",
+            "LOAD_TIMEOUT_S": "10", "WARMUP_TIMEOUT_S": "10",
+        }  # fmt: skip
+        return config.load(topology.TOPOLOGIES["tp2"], None, ".env", settings | changes)
+
+    def joined(self, *addresses: str) -> None:
+        (self.books / "nodes").write_text(json.dumps(addresses))
+
+    def fail(self, *parts: str) -> None:
+        (self.books / "fail").write_text(json.dumps(parts))
+
+    def lose(self, name: str) -> None:
+        (self.books / "running" / name).write_text(json.dumps({"Running": False, "ExitCode": 137}))
+
+    @property
+    def running(self) -> set[str]:
+        return {file.name for file in (self.books / "running").iterdir()}
+
+    def calls(self, *verbs: str) -> list[list[str]]:
+        file = self.books / "calls"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [call for call in map(json.loads, lines) if call[1] in verbs]
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def expected_answers() -> dict[str, str]:
+    return {
+        question.question: " ".join(question.must_contain) for question in read_questions(LOCAL_MODEL / "canary.json")
+    }
