@@ -50,3 +50,18 @@ def unused_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture
+def cluster_stub(tmp_path, unused_port, monkeypatch):
+    """Two nodes that are only pretended, and a launcher that looks at them often."""
+    from stub_cluster import Cluster
+
+    from launcher import cluster_life, watch
+
+    made = Cluster(tmp_path, unused_port)
+    monkeypatch.setenv("PATH", made.path)
+    monkeypatch.setattr(watch, "WATCH_EVERY_S", 0.1)
+    monkeypatch.setattr(cluster_life, "POLL_S", 0.05)
+    yield made
+    made.close()

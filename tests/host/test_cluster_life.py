@@ -4,7 +4,6 @@ import json
 import stat
 
 import pytest
-from stub_cluster import Cluster
 
 from launcher import cluster_life, watch
 from launcher.errors import Exit, LauncherError
@@ -13,55 +12,46 @@ BOTH = {"exl3-tp2-rank0", "exl3-tp2-rank1"}
 UP = BOTH | {"exl3-tp2-rank0-server"}
 
 
-@pytest.fixture
-def cluster(tmp_path, unused_port, monkeypatch):
-    made = Cluster(tmp_path, unused_port)
-    monkeypatch.setenv("PATH", made.path)
-    monkeypatch.setattr(watch, "WATCH_EVERY_S", 0.2)
-    yield made
-    made.close()
-
-
-def test_start_ends_ready_and_stop_leaves_nothing(cluster, capsys):
-    config = cluster.config()
+def test_start_ends_ready_and_stop_leaves_nothing(cluster_stub, capsys):
+    config = cluster_stub.config()
     assert cluster_life.start(config) == Exit.OK
-    assert cluster.running == UP
+    assert cluster_stub.running == UP
     said = capsys.readouterr()
-    assert f"http://127.0.0.1:{cluster.port}/v1" in said.out
+    assert f"http://127.0.0.1:{cluster_stub.port}/v1" in said.out
     for phase in ("checks", "containers", "ray", "load", "warm-up", "canary"):
         assert phase in said.err
     assert cluster_life.status(config) == Exit.OK
     assert cluster_life.stop(config) == Exit.OK
-    assert cluster.running == set()
+    assert cluster_stub.running == set()
     assert cluster_life.status(config) == Exit.NOT_RUNNING
 
 
-def test_ray_starts_on_every_node_before_the_server(cluster):
-    cluster_life.start(cluster.config())
-    order = [(call[0], call[1], "ray.nodes()" in " ".join(call)) for call in cluster.calls("run", "exec")]
+def test_ray_starts_on_every_node_before_the_server(cluster_stub):
+    cluster_life.start(cluster_stub.config())
+    order = [(call[0], call[1], "ray.nodes()" in " ".join(call)) for call in cluster_stub.calls("run", "exec")]
     assert order[:2] == [("head", "run", False), ("worker", "run", False)]
     assert order[2] == ("head", "exec", True)
     assert ("head", "exec", False) in order[3:]
 
 
-def test_no_secret_is_in_an_argument_or_a_record(cluster):
+def test_no_secret_is_in_an_argument_or_a_record(cluster_stub):
     key = "k3y-that-nobody-may-see"
-    cluster_life.start(cluster.config(VLLM_API_KEY=key))
-    environment = cluster.run_dir / "exl3-tp2-rank0" / "environment"
+    cluster_life.start(cluster_stub.config(VLLM_API_KEY=key))
+    environment = cluster_stub.run_dir / "exl3-tp2-rank0" / "environment"
     lines = dict(line.split("=", 1) for line in environment.read_text().splitlines())
     assert lines["VLLM_API_KEY"] == key and len(lines["RAY_AUTH_TOKEN"]) >= 32
     assert stat.S_IMODE(environment.stat().st_mode) == 0o600
-    worker = next((cluster.books / "worker-home").rglob("environment")).read_text()
+    worker = next((cluster_stub.books / "worker-home").rglob("environment")).read_text()
     assert key not in worker and lines["RAY_AUTH_TOKEN"] in worker
-    public = (cluster.books / "calls").read_text() + "".join(
-        (cluster.run_dir / name).read_text() for name in ("tp2.json", "tp2-run.json")
+    public = (cluster_stub.books / "calls").read_text() + "".join(
+        (cluster_stub.run_dir / name).read_text() for name in ("tp2.json", "tp2-run.json")
     )
     assert key not in public and lines["RAY_AUTH_TOKEN"] not in public
 
 
-def test_record_says_what_was_started(cluster):
-    cluster_life.start(cluster.config())
-    record = json.loads((cluster.run_dir / "tp2-run.json").read_text())
+def test_record_says_what_was_started(cluster_stub):
+    cluster_life.start(cluster_stub.config())
+    record = json.loads((cluster_stub.run_dir / "tp2-run.json").read_text())
     assert record["sources"]["PORT"] == "environment"
     assert [rank["address"] for rank in record["ranks"]] == ["10.0.0.1", "10.0.0.2"]
     assert record["ranks"][1]["environment"]["VLLM_HOST_IP"] == "10.0.0.2"
@@ -75,73 +65,73 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("part, message", FAILURES.values(), ids=FAILURES)
-def test_a_failing_step_is_named_and_leaves_nothing(cluster, part, message):
-    cluster.fail(part)
+def test_a_failing_step_is_named_and_leaves_nothing(cluster_stub, part, message):
+    cluster_stub.fail(part)
     with pytest.raises(LauncherError, match=message):
-        cluster_life.start(cluster.config())
-    assert cluster.running == set()
-    assert cluster_life.status(cluster.config()) == Exit.NOT_RUNNING
+        cluster_life.start(cluster_stub.config())
+    assert cluster_stub.running == set()
+    assert cluster_life.status(cluster_stub.config()) == Exit.NOT_RUNNING
 
 
-def test_a_node_that_does_not_join_ray_is_told_by_phase(cluster):
-    cluster.joined("10.0.0.1")
+def test_a_node_that_does_not_join_ray_is_told_by_phase(cluster_stub):
+    cluster_stub.joined("10.0.0.1")
     with pytest.raises(LauncherError, match=r"phase ray is not over after 2 s \(1 of 2 GPUs\)"):
-        cluster_life.start(cluster.config(RAY_TIMEOUT_S="2"))
-    assert cluster.running == set()
+        cluster_life.start(cluster_stub.config(RAY_TIMEOUT_S="2"))
+    assert cluster_stub.running == set()
 
 
-def test_a_rank_that_dies_while_loading_is_noticed(cluster, monkeypatch, capsys):
-    (cluster.books / "server.log").write_text("INFO nothing yet\n")
+def test_a_rank_that_dies_while_loading_is_noticed(cluster_stub, monkeypatch, capsys):
+    (cluster_stub.books / "server.log").write_text("INFO nothing yet\n")
     look = watch.Watcher.look
 
     def look_after_death(watcher):
         if len(watcher.units) == 3:
-            cluster.lose("exl3-tp2-rank1")
+            cluster_stub.lose("exl3-tp2-rank1")
         look(watcher)
 
     monkeypatch.setattr(watch.Watcher, "look", look_after_death)
     with pytest.raises(LauncherError, match=r"node 1 \(10.0.0.2\): ray ended with exit code 137"):
-        cluster_life.start(cluster.config())
+        cluster_life.start(cluster_stub.config())
     assert "what the container said" in capsys.readouterr().err
-    assert cluster.running == set()
-    assert (cluster.run_dir / "tp2-logs" / "rank1-ray.log").read_text() == "what the container said\n"
+    assert cluster_stub.running == set()
+    assert (cluster_stub.run_dir / "tp2-logs" / "rank1-ray.log").read_text() == "what the container said\n"
 
 
-def test_a_wrong_answer_ends_the_start(cluster):
-    cluster.api.damaged = True
+def test_a_wrong_answer_ends_the_start(cluster_stub):
+    cluster_stub.api.damaged = True
     with pytest.raises(LauncherError, match=r"canary: to .* the model answered '!!!!'") as caught:
-        cluster_life.start(cluster.config())
+        cluster_life.start(cluster_stub.config())
     assert caught.value.code == Exit.WRONG_ANSWER
-    assert cluster.running == set()
+    assert cluster_stub.running == set()
 
 
-def test_drafts_that_are_never_accepted_end_the_start(cluster):
-    cluster.api.counters = 'vllm:spec_decode_num_draft_tokens_total{engine="0"} 70.0\n'
+def test_drafts_that_are_never_accepted_end_the_start(cluster_stub):
+    cluster_stub.api.counters = 'vllm:spec_decode_num_draft_tokens_total{engine="0"} 70.0\n'
     with pytest.raises(LauncherError, match="SPEC_METHOD=mtp drafted 70 tokens and none was accepted"):
-        cluster_life.start(cluster.config(SPEC_METHOD="mtp"))
-    assert cluster.running == set()
+        cluster_life.start(cluster_stub.config(SPEC_METHOD="mtp"))
+    assert cluster_stub.running == set()
 
 
-def test_a_second_start_is_refused_and_touches_nothing(cluster):
-    config = cluster.config()
+def test_a_second_start_is_refused_and_touches_nothing(cluster_stub):
+    config = cluster_stub.config()
     cluster_life.start(config)
     with pytest.raises(LauncherError, match="already runs") as caught:
         cluster_life.start(config)
     assert caught.value.code == Exit.BUSY
-    assert cluster.running == UP
+    assert cluster_stub.running == UP
 
 
-def test_a_restart_whose_checks_fail_stops_nothing(cluster):
-    config = cluster.config()
+def test_a_restart_whose_checks_fail_stops_nothing(cluster_stub):
+    config = cluster_stub.config()
     cluster_life.start(config)
-    before = cluster.calls("stop", "rm")
+    before = cluster_stub.calls("stop", "rm")
     assert before  # of what may have been left over before the start
-    (cluster.books / "ssh-down").touch()
+    (cluster_stub.books / "ssh-down").touch()
     with pytest.raises(LauncherError, match=r"Nothing was started and nothing was stopped: .*ssh-access"):
-        cluster_life.restart(cluster.config(SKIP_CHECKS=config_without_ssh(config)))
-    (cluster.books / "ssh-down").unlink()
-    assert cluster.calls("stop", "rm") == before
-    assert cluster.running == UP
+        cluster_life.restart(cluster_stub.config(SKIP_CHECKS=config_without_ssh(config)))
+    (cluster_stub.books / "ssh-down").unlink()
+    assert cluster_stub.calls("stop", "rm") == before
+    assert cluster_stub.running == UP
     assert cluster_life.status(config) == Exit.OK
 
 
@@ -149,42 +139,44 @@ def config_without_ssh(config) -> str:
     return ",".join(name for name in config["SKIP_CHECKS"] if name != "ssh-access")
 
 
-def test_a_restart_replaces_what_runs(cluster):
-    config = cluster.config()
+def test_a_restart_replaces_what_runs(cluster_stub):
+    config = cluster_stub.config()
     cluster_life.start(config)
     assert cluster_life.restart(config) == Exit.OK
-    assert cluster.running == UP
-    assert len(cluster.calls("run")) == 4
+    assert cluster_stub.running == UP
+    assert len(cluster_stub.calls("run")) == 4
 
 
-def test_stop_without_a_run_says_so(cluster, capsys):
-    assert cluster_life.stop(cluster.config()) == Exit.OK
+def test_stop_without_a_run_says_so(cluster_stub, capsys):
+    assert cluster_life.stop(cluster_stub.config()) == Exit.OK
     assert "Not running." in capsys.readouterr().out
 
 
-def test_stop_tells_when_a_node_is_not_reached_and_keeps_the_state(cluster):
-    config = cluster.config()
+def test_stop_tells_when_a_node_is_not_reached_and_keeps_the_state(cluster_stub):
+    config = cluster_stub.config()
     cluster_life.start(config)
-    (cluster.books / "ssh-down").touch()
+    (cluster_stub.books / "ssh-down").touch()
     with pytest.raises(LauncherError, match=r"still there: node 1 .*not reached"):
         cluster_life.stop(config)
-    (cluster.books / "ssh-down").unlink()
+    (cluster_stub.books / "ssh-down").unlink()
     assert cluster_life.stop(config) == Exit.OK
-    assert cluster.running == set()
+    assert cluster_stub.running == set()
 
 
-def test_status_sees_a_dead_rank(cluster, capsys):
-    config = cluster.config()
+def test_status_sees_a_dead_rank(cluster_stub, capsys):
+    config = cluster_stub.config()
     cluster_life.start(config)
-    cluster.lose("exl3-tp2-rank1")
+    cluster_stub.lose("exl3-tp2-rank1")
     assert cluster_life.status(config) == Exit.SERVER
     assert "node 1 (10.0.0.2): ray: ended with exit code 137" in capsys.readouterr().out
 
 
-def test_status_sees_an_engine_that_stands_still(cluster, capsys, monkeypatch):
-    config = cluster.config()
+def test_status_sees_an_engine_that_stands_still(cluster_stub, capsys, monkeypatch):
+    config = cluster_stub.config()
     cluster_life.start(config)
-    cluster.api.counters = 'vllm:num_requests_running{engine="0"} 1.0\nvllm:generation_tokens_total{engine="0"} 7.0\n'
+    cluster_stub.api.counters = (
+        'vllm:num_requests_running{engine="0"} 1.0\nvllm:generation_tokens_total{engine="0"} 7.0\n'
+    )
     monkeypatch.setattr(cluster_life.time, "sleep", lambda _: None)
     assert cluster_life.status(config) == Exit.SERVER
     assert "stuck" in capsys.readouterr().out

@@ -1,0 +1,117 @@
+"""Every message of docs/troubleshooting.md, produced."""
+
+import contextlib
+import io
+import re
+
+import pytest
+
+from launcher import cluster, cluster_life, config, topology
+from launcher.errors import LauncherError
+from launcher.settings import REPOSITORY
+
+TP2 = topology.TOPOLOGIES["tp2"]
+ROWS = re.findall(r"^\| `([^`]+)` \|", (REPOSITORY / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+
+
+def said_by(function, *arguments) -> str:
+    """What a user reads on the terminal."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            function(*arguments)
+        except LauncherError as error:
+            output.write(str(error))
+    return output.getvalue()
+
+
+def first_run(stub, monkeypatch, tmp_path):
+    (tmp_path / ".env.example").write_text("HEAD_IP=\n")
+    monkeypatch.setattr(cluster, "REPOSITORY", tmp_path)
+    return said_by(cluster.main, ["start.sh", "tp2", "check"], {})
+
+
+def of_settings(text):
+    return lambda stub, monkeypatch, tmp_path: said_by(config.load, TP2, text, ".env", {})
+
+
+def start_after(break_it, **changes):
+    def produce(stub, monkeypatch, tmp_path):
+        break_it(stub)
+        return said_by(cluster_life.start, stub.config(**changes))
+
+    return produce
+
+
+def failing_check(stub, monkeypatch, tmp_path):
+    skipped = [name for name in stub.config()["SKIP_CHECKS"] if name != "address"]
+    return said_by(cluster_life.start, stub.config(SKIP_CHECKS=",".join(skipped)))
+
+
+def second_start(stub, monkeypatch, tmp_path):
+    said_by(cluster_life.start, stub.config())
+    return said_by(cluster_life.start, stub.config())
+
+
+def start_under_lock(stub, monkeypatch, tmp_path):
+    with cluster_life.files_of(stub.config()).lock():
+        return said_by(cluster_life.start, stub.config())
+
+
+def dead_rank(stub, monkeypatch, tmp_path):
+    (stub.books / "server.log").write_text("nothing yet\n")
+    look = cluster_life.watch.Watcher.look
+
+    def look_after_death(watcher):
+        stub.lose("exl3-tp2-rank1")
+        look(watcher)
+
+    monkeypatch.setattr(cluster_life.watch.Watcher, "look", look_after_death)
+    return said_by(cluster_life.start, stub.config())
+
+
+def stop_without_a_node(stub, monkeypatch, tmp_path):
+    said_by(cluster_life.start, stub.config())
+    (stub.books / "ssh-down").touch()
+    return said_by(cluster_life.stop, stub.config())
+
+
+def standstill(stub, monkeypatch, tmp_path):
+    said_by(cluster_life.start, stub.config())
+    stub.api.counters = "vllm:num_requests_running 1.0\nvllm:generation_tokens_total 7.0\n"
+    monkeypatch.setattr(cluster_life.time, "sleep", lambda _: None)
+    return said_by(cluster_life.status, stub.config())
+
+
+def three_nodes(stub, monkeypatch, tmp_path):
+    values = {"HEAD_IP": "10.0.0.1", "WORKER_IP": "10.0.0.2", "WORKER2_IP": "10.0.0.3"}
+    return said_by(cluster_life.start, config.load(topology.TOPOLOGIES["tp3"], None, ".env.tp3", values))
+
+
+ADDRESSES = "HEAD_IP=10.0.0.1\nWORKER_IP=10.0.0.2\n"
+PRODUCERS = {
+    ".env was made from its example": first_run,
+    "is not filled in": of_settings("HEAD_IP=10.0.0.1\nWORKER_IP=\n"),
+    "did you mean": of_settings(ADDRESSES + "MAX_MODEL_LENGTH=5\n"),
+    "is no setting of this launcher": of_settings(ADDRESSES + "EXL3_OVERLAY_HOST=1\n"),
+    "Nothing was started and nothing was stopped": failing_check,
+    "already runs": second_start,
+    "is under way": start_under_lock,
+    "could not be started": start_after(lambda stub: stub.fail("--name exl3-tp2-rank1")),
+    "phase ray is not over after": start_after(lambda stub: stub.joined("10.0.0.1"), RAY_TIMEOUT_S="1"),
+    "ended with exit code": dead_rank,
+    "the model answered": start_after(lambda stub: setattr(stub.api, "damaged", True)),
+    "none was accepted": start_after(lambda stub: None, SPEC_METHOD="mtp"),
+    "still there:": stop_without_a_node,
+    "stuck": standstill,
+    "cannot start yet": three_nodes,
+}
+
+
+def test_the_page_and_the_producers_name_the_same():
+    assert set(ROWS) == set(PRODUCERS)
+
+
+@pytest.mark.parametrize("message", PRODUCERS)
+def test_the_message_is_produced(message, cluster_stub, monkeypatch, tmp_path):
+    assert message in PRODUCERS[message](cluster_stub, monkeypatch, tmp_path)
