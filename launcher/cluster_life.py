@@ -180,6 +180,9 @@ class Run:
             remote.on_all(self.nodes, self.prepare)
             for node, rank in zip(self.nodes, self.plan.ranks, strict=True):
                 self.start_unit(node, rank.units[0])
+                if rank.list_gpus:
+                    fix = "its container sees no GPU; see that `docker run --rm --gpus all` shows it there"
+                    self.must(node, rank.list_gpus, fix)
 
     def prepare(self, node: Node) -> None:
         rank = self.plan.ranks[node.rank]
@@ -261,6 +264,7 @@ def record_of(context, plan: cluster_plan.Plan) -> dict:
         "topology": config.topology.name,
         "image": str(config["IMAGE"]),
         "image_id": preflight.image_id(context),
+        "image_digests": list(context.facts[0].image.digests) if context.facts[0].image else [],
         "fabrics": discovery.record_of(context.fabrics),
         "sources": {name: source for name, source in sorted(config.sources.items()) if source != "built-in"},
         "ranks": [

@@ -53,6 +53,7 @@ class RankPlan:
     folders: tuple[str, ...]
     files: tuple[File, ...]
     units: tuple[Unit, ...]
+    list_gpus: tuple[str, ...]  # fails where a container lost its GPU; empty without containers
     shell: tuple[str, ...]
 
     @property
@@ -125,6 +126,7 @@ def rank_plan(config, fabric: Fabric | None, rank: int, found: Found) -> RankPla
             File(f"{place.outside('config')}/{RUNNER.name}", 0o644, RUNNER.read_bytes(), shown=False),
         ),
         units=tuple(units(config, place, found)),
+        list_gpus=tuple(commands.runtime_of(config).list_gpus(place)),
         shell=tuple(commands.runtime_of(config).shell(place)),
     )
 

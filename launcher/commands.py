@@ -394,6 +394,7 @@ class Runtime:
     main_unit: Callable[[Place, str, Sequence[str]], Unit]  # what a rank lives in
     inner_unit: Callable[[Place, str, Sequence[str]], Unit]  # what is started beside it
     inside: Callable[[Place, Sequence[str]], list[str]]  # a command to run to its end in the rank's surroundings
+    list_gpus: Callable[[Place], list[str]]  # empty: nothing stands between the processes and the GPU
     shell: Callable[[Place], list[str]]
 
 
@@ -464,6 +465,7 @@ RUNTIMES = {
         main_unit=docker_unit,
         inner_unit=docker_inner_unit,
         inside=lambda place, argv: ["docker", "exec", place.name, *argv],
+        list_gpus=lambda place: ["docker", "exec", place.name, "nvidia-smi", "-L"],
         shell=lambda place: ["docker", "exec", "--interactive", "--tty", place.name, "bash"],
     ),
     "native": Runtime(
@@ -475,6 +477,7 @@ RUNTIMES = {
         main_unit=native_unit,
         inner_unit=native_unit,
         inside=native_inside,
+        list_gpus=lambda place: [],
         shell=lambda place: native_inside(place, ["bash", "-i"]),
     ),
 }

@@ -170,3 +170,16 @@ def test_check_is_quick_and_reports_every_node(pair):
     assert done.returncode == 0, done.stdout
     assert time.monotonic() - began < 3
     assert "10.77.0.2 as RoCE v2" in done.stdout
+
+
+def test_three_nodes_are_prepared_in_three_seconds(tmp_path):
+    with Hosts(3, tmp_path / "hosts") as hosts:
+        addresses = dict(zip(("HEAD_IP", "WORKER_IP", "WORKER2_IP"), (host.address for host in hosts), strict=True))
+        began = time.monotonic()
+        done = hosts[0].run(
+            [sys.executable, "-m", "launcher", "cluster", "start-tp3.sh", "tp3", "check"],
+            environment=addresses, cwd=REPOSITORY,
+        )  # fmt: skip
+        assert time.monotonic() - began < 3
+    assert done.returncode == REFUSED  # no Docker, no GPU
+    assert "node 2: ssh 10.77.0.3 works without a password" in done.stdout

@@ -50,6 +50,8 @@ elif words[0] == "logs":
 elif words[0] == "exec" and "ray.nodes()" in text:
     nodes = json.loads((books / "nodes").read_text())
     print(json.dumps([{{"address": a, "alive": True, "gpus": 1.0}} for a in nodes]))
+elif words[0] == "exec" and "nvidia-smi" in words:
+    print("GPU 0: NVIDIA GB10")
 elif words[0] == "exec":
     unit = running / (words[1] + "-server")
     if "start" in words:
