@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from launcher.discovery import Fabric
 
 PLACEHOLDER = re.compile(r"<(?:found|made) at start[^>]*>")
-RUNNER = Path(__file__).with_name("runner.py")
-
-EVERYWHERE = "every address, since Ray has no setting for it; asks for the token"
-RENDEZVOUS = ("PyTorch's rendezvous", "every address, since PyTorch has no setting for it")
+# Sent to every node as they are.
+PROGRAMS = [Path(__file__).with_name(name) for name in ("runner.py", "fabric_bind.py", "fabric_bind.c")]
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,8 @@ def make(
         notes += [f"node {rank}: {note}" for note in fabric.notes]
     ray_nodes = ()
     if config["EXECUTOR"] == "ray":
-        ray_nodes = tuple(commands.runtime_of(config).inside(Place(config, 0, founds[0]), commands.ray_nodes(config)))
+        place = Place(config, 0, founds[0])
+        ray_nodes = tuple(commands.runtime_of(config).inside(place, commands.bound(place, commands.ray_nodes(config))))
     return Plan(
         config, ranks, tuple(sorted(ports(config), key=lambda port: port.rank)), tuple(dict.fromkeys(notes)), ray_nodes
     )
@@ -123,7 +122,10 @@ def rank_plan(config, fabric: Fabric | None, rank: int, found: Found) -> RankPla
         files=(
             File(place.env_file, 0o600, commands.environment_file(environment)),
             File(f"{place.outside('config')}/{NOT_CARRIED_FILE}", 0o644, commands.not_carried_file()),
-            File(f"{place.outside('config')}/{RUNNER.name}", 0o644, RUNNER.read_bytes(), shown=False),
+            *(
+                File(f"{place.outside('config')}/{program.name}", 0o644, program.read_bytes(), shown=False)
+                for program in PROGRAMS
+            ),
         ),
         units=tuple(units(config, place, found)),
         list_gpus=tuple(commands.runtime_of(config).list_gpus(place)),
@@ -134,11 +136,11 @@ def rank_plan(config, fabric: Fabric | None, rank: int, found: Found) -> RankPla
 def units(config, place: Place, found: Found) -> Iterator[Unit]:
     runtime, server = commands.runtime_of(config), commands.server(config, place.rank, found)
     if config["EXECUTOR"] == "mp":
-        yield runtime.main_unit(place, "server", server)
+        yield runtime.main_unit(place, "server", commands.bound(place, server))
         return
-    yield runtime.main_unit(place, "ray", commands.ray_start(config, place.rank))
+    yield runtime.main_unit(place, "ray", commands.bound(place, commands.ray_start(config, place.rank)))
     if server:
-        yield runtime.inner_unit(place, "server", server)
+        yield runtime.inner_unit(place, "server", commands.bound(place, server))
 
 
 def geometry_notes(config) -> Iterator[str]:
@@ -159,9 +161,7 @@ def geometry_notes(config) -> Iterator[str]:
 def ports(config) -> Iterator[Port]:
     yield Port(0, str(config["PORT"]), "API", api_host(config))
     if config["EXECUTOR"] == "mp":
-        yield Port(
-            0, str(config["MASTER_PORT"]), "PyTorch's rendezvous", "every address, since PyTorch has no setting for it"
-        )
+        yield Port(0, str(config["MASTER_PORT"]), "PyTorch's rendezvous", config.addresses[0])
     else:
         yield from ray_ports(config)
     for rank in range(config.topology.nodes):
@@ -171,18 +171,18 @@ def ports(config) -> Iterator[Port]:
 def ray_ports(config) -> Iterator[Port]:
     first = config["RAY_PORT"]
     at = {flag: str(first + distance) for flag, distance in RAY_PORTS.items()}
-    yield Port(0, str(first), "Ray's control store", EVERYWHERE)
+    yield Port(0, str(first), "Ray's control store", config.addresses[0])
     for rank, address in enumerate(config.addresses):
-        yield Port(rank, at["--node-manager-port"], "Ray's node manager", EVERYWHERE)
-        yield Port(rank, at["--object-manager-port"], "Ray's object manager", EVERYWHERE)
+        yield Port(rank, at["--node-manager-port"], "Ray's node manager", address)
+        yield Port(rank, at["--object-manager-port"], "Ray's object manager", address)
         yield Port(rank, at["--runtime-env-agent-port"], "Ray's environment agent", address)
         agents = f"{at['--dashboard-agent-listen-port']}-{at['--metrics-export-port']}"
         yield Port(rank, agents, "Ray's agents", "nothing listens with plain `ray`; its [default] extra brings them")
         workers = f"{at['--min-worker-port']}-{at['--max-worker-port']}"
-        yield Port(rank, workers, "Ray's workers, and the API server as one of them", EVERYWHERE)
+        yield Port(rank, workers, "Ray's workers, and the API server as one of them", address)
     client = f"{config.addresses[0]} and 127.0.0.1, port 10001, only where `grpcio` is installed"
     yield Port(0, "", "Ray's client server", client)
-    yield Port(0, "", *RENDEZVOUS)
+    yield Port(0, "", "PyTorch's rendezvous", config.addresses[0])
 
 
 def fixed_ports(plan: Plan, rank: int) -> list[int]:

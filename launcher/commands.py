@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 NODE_ENVIRONMENT = (
     "VLLM_HOST_IP", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_NET", "NCCL_IB_GID_INDEX",
     "NCCL_IB_ROCE_VERSION_NUM", "NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "VLLM_API_KEY", "VLLM_CONFIG_ROOT",
-    "RAY_TMPDIR",
+    "RAY_TMPDIR", "EXL3_BIND_ADDRESS", "EXL3_BIND_EXCEPT", "LD_PRELOAD",
 )  # fmt: skip
 NOT_CARRIED_FILE = "ray_non_carry_over_env_vars.json"  # vLLM looks for it in VLLM_CONFIG_ROOT
 
@@ -181,6 +181,8 @@ def rank_environment(config, fabric: Fabric | None, rank: int, found: Found = Fo
         "VLLM_ENGINE_READY_TIMEOUT_S": str(config["LOAD_TIMEOUT_S"] + config["WARMUP_TIMEOUT_S"]),
         "VLLM_CONFIG_ROOT": place.seen("config"),
         "VLLM_HOST_IP": config.addresses[rank],
+        "EXL3_BIND_ADDRESS": config.addresses[rank],
+        "EXL3_BIND_EXCEPT": str(config["PORT"]),
         **{name: f"{place.seen('cache')}/{folder}" for name, folder in CACHES.items()},
         **fabric_environment(config, fabric, rank),
     }
@@ -403,6 +405,12 @@ def runner(place: Place, inside: bool, *words: str) -> list[str]:
     python = "python3" if inside else str(place.config["NATIVE_PYTHON"])
     folder = {what: place.seen(what) for what in ("config", "log")}
     return [python, f"{folder['config']}/runner.py", words[0], "--folder", folder["log"], *words[1:]]
+
+
+def bound(place: Place, argv: Sequence[str]) -> list[str]:
+    """`argv` with what it would open to every network opened to the fabric alone (fabric_bind.py)."""
+    program = f"{place.seen('config')}/fabric_bind.py"
+    return [runtime_of(place.config).python(place.config), program, f"{place.seen('log')}/fabric_bind.so", *argv]
 
 
 def docker_unit(place: Place, unit: str, argv: Sequence[str]) -> Unit:
