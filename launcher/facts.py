@@ -32,6 +32,7 @@ class Host:
     wall_clock: float  # seconds since 1970, as the node believes
     nccl_conf: str | None  # text of /etc/nccl.conf
     infiniband_files: tuple[str, ...]  # names in /dev/infiniband
+    fatal_pci_errors: tuple[str, ...] | None = None  # lines of the kernel's log; None: it may not be read
 
 
 @dataclass(frozen=True)

