@@ -137,8 +137,7 @@ def bring_up(context, plan: cluster_plan.Plan, questions: Sequence[canary.Questi
     except BaseException:
         with signals_ignored():
             keep_logs(run.state, files)
-            end_units(run.state)
-            files.forget_state()
+            clear_away(run.state, files)
         raise
     files.write_state(run.state.entered("ready", ready=True))
     print_ready(config, plan, answered)
@@ -323,6 +322,16 @@ def end_units(state: ClusterState) -> None:
             f"state file.",
             Exit.SERVER,
         )
+
+
+def clear_away(state: ClusterState, files: Files) -> None:
+    """After a failed start, whose own reason matters more: what could not be ended is told, and stays in the state."""
+    try:
+        end_units(state)
+    except LauncherError as left:
+        console.say(f"\n{left}")
+    else:
+        files.forget_state()
 
 
 def end_on(units: Sequence[StartedUnit]) -> list[str]:

@@ -100,6 +100,26 @@ def test_a_rank_that_dies_while_loading_is_noticed(cluster_stub, monkeypatch, ca
     assert (cluster_stub.run_dir / "tp2-logs" / "rank1-ray.log").read_text() == "what the container said\n"
 
 
+def test_a_node_that_is_lost_while_loading_is_named_and_not_forgotten(cluster_stub, monkeypatch, capsys):
+    (cluster_stub.books / "server.log").write_text("INFO nothing yet\n")
+    monkeypatch.setattr(watch, "LOST_AFTER_S", 0.3)
+    look = watch.Watcher.look
+
+    def look_at_lost_node(watcher):
+        if len(watcher.units) == 3:
+            (cluster_stub.books / "ssh-down").touch()
+        look(watcher)
+
+    monkeypatch.setattr(watch.Watcher, "look", look_at_lost_node)
+    with pytest.raises(LauncherError, match=r"node 1 \(10.0.0.2\): ray: the node has not answered over ssh"):
+        cluster_life.start(cluster_stub.config())
+    assert "still there: node 1" in capsys.readouterr().err
+    assert cluster_stub.running == {"exl3-tp2-rank1"}
+    (cluster_stub.books / "ssh-down").unlink()
+    assert cluster_life.stop(cluster_stub.config()) == Exit.OK
+    assert cluster_stub.running == set()
+
+
 def test_a_wrong_answer_ends_the_start(cluster_stub):
     cluster_stub.api.damaged = True
     with pytest.raises(LauncherError, match=r"canary: to .* the model answered '!!!!'") as caught:
