@@ -178,7 +178,8 @@ class Run:
         with self.phase("containers", "CONTAINERS_TIMEOUT_S"):
             remote.on_all(self.nodes, self.prepare)
             for node, rank in zip(self.nodes, self.plan.ranks, strict=True):
-                self.start_unit(node, rank.units[0])
+                for unit in (rank.units[0], *rank.guards):
+                    self.start_unit(node, unit)
                 if rank.list_gpus:
                     fix = "its container sees no GPU; see that `docker run --rm --gpus all` shows it there"
                     self.must(node, rank.list_gpus, fix)
@@ -211,8 +212,8 @@ class Run:
 
     @property
     def server(self) -> StartedUnit:
-        """What answers: the last unit of rank 0."""
-        return [started for started in self.state.units if started.node.rank == 0][-1]
+        """What answers, on rank 0."""
+        return next(started for started in self.state.units if (started.node.rank, started.unit.name) == (0, "server"))
 
     def wait_for_server(self) -> None:
         """Follows the server's log by its phases: `load` ends when the weights are there, `warm-up` when it listens."""
@@ -407,10 +408,10 @@ def progress_of(host: str, port: int, pause_s: float = 3) -> tuple[str, bool]:
 
 
 def logs(config, rank: int, follow: bool) -> Exit:
-    """The log of a rank's last unit; of the last failed start when nothing runs."""
+    """The log of the rank's server, or of its Ray; of the last failed start when nothing runs."""
     files = files_of(config)
     state = files.read_state()
-    units = [unit for unit in state.units if unit.node.rank == rank] if state else []
+    units = [one for one in state.units if one.node.rank == rank and one.unit.name != "guard"] if state else []
     if units:
         unit = units[-1]
         command = unit.unit.follow if follow else unit.unit.logs

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = re.compile(r"<(?:found|made) at start[^>]*>")
 # Sent to every node as they are.
-PROGRAMS = [Path(__file__).with_name(name) for name in ("runner.py", "fabric_bind.py", "fabric_bind.c")]
+NAMES = ("runner.py", "memory_guard.py", "fabric_bind.py", "fabric_bind.c")
+PROGRAMS = [Path(__file__).with_name(name) for name in NAMES]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Port:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank. In order: make `folders`, write `files`, start `units` (the last ones only when the first are up)."""
+    """One rank. In order: make `folders`, write `files`, start the first of `units` and the `guards`; the other units
+    only when the first are up."""
 
     rank: int
     address: str
@@ -51,6 +53,7 @@ class RankPlan:
     folders: tuple[str, ...]
     files: tuple[File, ...]
     units: tuple[Unit, ...]
+    guards: tuple[Unit, ...]  # what ends the rank before its node is out of memory: one, or none
     list_gpus: tuple[str, ...]  # fails where a container lost its GPU; empty without containers
     shell: tuple[str, ...]
 
@@ -128,6 +131,7 @@ def rank_plan(config, fabric: Fabric | None, rank: int, found: Found) -> RankPla
             ),
         ),
         units=tuple(units(config, place, found)),
+        guards=tuple(guards(config, place, found)),
         list_gpus=tuple(commands.runtime_of(config).list_gpus(place)),
         shell=tuple(commands.runtime_of(config).shell(place)),
     )
@@ -141,6 +145,13 @@ def units(config, place: Place, found: Found) -> Iterator[Unit]:
     yield runtime.main_unit(place, "ray", commands.bound(place, commands.ray_start(config, place.rank)))
     if server:
         yield runtime.inner_unit(place, "server", commands.bound(place, server))
+
+
+def guards(config, place: Place, found: Found) -> Iterator[Unit]:
+    if config["MEMORY_GUARD_GIB"]:
+        main = next(units(config, place, found))
+        end = ("docker", "kill", place.name) if place.is_docker else main.stop[0]
+        yield commands.guard_unit(place, end)
 
 
 def geometry_notes(config) -> Iterator[str]:
@@ -248,7 +259,9 @@ def describe_rank(rank: RankPlan) -> str:
             lines += [f"{name}={shown(name, value)}" for name, value in sorted(rank.environment.items())]
         elif file.shown:
             lines += file.content.decode().splitlines()
-    return "\n".join([*lines, f"# start {rank.units[0].name}", block(rank.units[0].start)])
+    for unit in (rank.units[0], *rank.guards):
+        lines += [f"# start {unit.name}", block(unit.start)]
+    return "\n".join(lines)
 
 
 def block(argv: Sequence[str]) -> str:

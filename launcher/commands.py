@@ -84,7 +84,7 @@ RAY_PORTS = {
 }
 
 # Ray alone would drain its node for half a minute, and has nothing left to do once the server is gone.
-STOP_GRACE_S = {"ray": 5, "server": 20}
+STOP_GRACE_S = {"ray": 5, "server": 20, "guard": 1}
 
 # Where a container sees what is mounted into it.
 INSIDE = {"model": "/model", "draft": "/draft", "cache": "/cache", "config": "/exl3/config", "log": "/exl3/log"}
@@ -405,6 +405,24 @@ def runner(place: Place, inside: bool, *words: str) -> list[str]:
     python = "python3" if inside else str(place.config["NATIVE_PYTHON"])
     folder = {what: place.seen(what) for what in ("config", "log")}
     return [python, f"{folder['config']}/runner.py", words[0], "--folder", folder["log"], *words[1:]]
+
+
+def guard_unit(place: Place, end: Sequence[str]) -> Unit:
+    """Watches the node's memory beside the rank, outside of any container; `end` ends the rank."""
+    log = f"{place.outside('log')}/guard.log"
+    python = "python3" if place.is_docker else str(place.config["NATIVE_PYTHON"])
+    run = (python, f"{place.outside('config')}/runner.py")
+    named = ("--folder", place.outside("log"), "--name", "guard")
+    floor_bytes = str(int(float(place.config["MEMORY_GUARD_GIB"]) * (1 << 30)))
+    program = (python, f"{place.outside('config')}/memory_guard.py", floor_bytes, *end)
+    return Unit(
+        name="guard",
+        start=(*run, "start", *named, "--", *program),
+        state=(*run, "state", *named),
+        logs=("cat", log),
+        follow=("tail", "-n", "+1", "-F", log),
+        stop=((*run, "stop", *named, "--grace-s", str(STOP_GRACE_S["guard"])),),
+    )
 
 
 def bound(place: Place, argv: Sequence[str]) -> list[str]:

@@ -290,6 +290,11 @@ LIMITS = (
         "Memory that must stay available on each node beside what the model takes, GiB.", minimum=0, maximum=100,
         reason="A node without available memory hangs instead of ending a process "
                "(NVIDIA/open-gpu-kernel-modules#1358). Nothing lifts this."),
+    Row("MEMORY_GUARD_GIB", kinds.NUMBER, 1.0, Goes.LAUNCHER, Group.LIMITS,
+        "While it runs: a rank is ended when less memory than this is available on its node, GiB. 0: no guard.",
+        minimum=0, maximum=100,
+        reason="A node without available memory hangs instead of ending a process "
+               "(NVIDIA/open-gpu-kernel-modules#1358). Nothing lifts this."),
     Row("SKIP_CHECKS", kinds.CHECK_NAMES, (), Goes.LAUNCHER, Group.LIMITS,
         "Names of checks that are left out, with commas between them. `./start.sh check` prints the names.",
         empty="all run"),

@@ -1,5 +1,7 @@
 """Small checkpoints and settings for the launcher's tests."""
 
+import contextlib
+import io
 import json
 import socket
 import struct
@@ -64,4 +66,7 @@ def cluster_stub(tmp_path, unused_port, monkeypatch):
     monkeypatch.setattr(watch, "WATCH_EVERY_S", 0.1)
     monkeypatch.setattr(cluster_life, "POLL_S", 0.05)
     yield made
+    made.repair()
+    with contextlib.redirect_stdout(io.StringIO()):
+        cluster_life.stop(made.config())
     made.close()

@@ -135,6 +135,10 @@ class Cluster:
     def fail(self, *parts: str) -> None:
         (self.books / "fail").write_text(json.dumps(parts))
 
+    def repair(self) -> None:
+        for name in ("fail", "ssh-down"):
+            (self.books / name).unlink(missing_ok=True)
+
     def lose(self, name: str) -> None:
         (self.books / "running" / name).write_text(json.dumps({"Running": False, "ExitCode": 137}))
 

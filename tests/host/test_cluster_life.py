@@ -88,7 +88,7 @@ def test_a_rank_that_dies_while_loading_is_noticed(cluster_stub, monkeypatch, ca
     look = watch.Watcher.look
 
     def look_after_death(watcher):
-        if len(watcher.units) == 3:
+        if len(watcher.units) == 5:
             cluster_stub.lose("exl3-tp2-rank1")
         look(watcher)
 
@@ -106,7 +106,7 @@ def test_a_node_that_is_lost_while_loading_is_named_and_not_forgotten(cluster_st
     look = watch.Watcher.look
 
     def look_at_lost_node(watcher):
-        if len(watcher.units) == 3:
+        if len(watcher.units) == 5:
             (cluster_stub.books / "ssh-down").touch()
         look(watcher)
 
