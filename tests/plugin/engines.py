@@ -114,27 +114,29 @@ def compare_conversations(reference, conversations, tables):
     them are the model's own.
 
     bf16 moves a log-probability by more than the bar at two positions in ten thousand where the model
-    speaks; more than one in a thousand fails. Users' words are partly random, so that the model spreads
-    its guess over many: there it is one in a hundred. The mean has no exception.
+    speaks; more than one in a thousand fails, and so does twice the bar, unless experts are nearly tied.
+    Users' words are partly random, so that the model spreads its guess over many: there it is one in
+    fifty. The mean has no exception.
     """
-    mean_bar, largest_bar, _ = BARS["bfloat16"]
+    mean_bar, largest_bar, tie = BARS["bfloat16"]
     parts = []
     for (tokens, produced), got in zip(conversations, tables, strict=True):
-        want, _ = (x[: len(got)] for x in reference(tokens))
+        want, lead = (x[: len(got)] for x in reference(tokens))
         divergence = (want.exp() * (want - got)).sum(-1)
         moved = ((want - got).abs() * (want.exp() >= 0.01)).amax(-1)
         behind = want.amax(-1) - want.gather(-1, got.argmax(-1, keepdim=True))[:, 0]
-        parts.append((divergence, moved, behind, torch.tensor(produced[1 : len(got) + 1])))
-    divergence, moved, behind, speaks = map(torch.cat, zip(*parts, strict=True))
-    for name, chosen, share in (("model", speaks, 0.001), ("users", ~speaks, 0.01)):
+        parts.append((divergence, moved, behind, lead >= tie, torch.tensor(produced[1 : len(got) + 1])))
+    divergence, moved, behind, decided, speaks = map(torch.cat, zip(*parts, strict=True))
+    for name, chosen, share in (("model", speaks, 0.001), ("users", ~speaks, 0.02)):
         beyond = moved[chosen] > largest_bar
         mean = divergence[chosen].mean()
         print(f"{name}: {len(beyond)} positions, mean KL {mean:.1e}, {beyond.sum()} beyond the bar")
         assert mean <= mean_bar, f"mean KL {mean:.2e}"
         assert beyond.sum() <= max(1, share * len(beyond)), f"{beyond.sum()} of {len(beyond)} moved too far"
-    assert moved[speaks].max() <= 2 * largest_bar, f"largest difference {moved[speaks].max():.3f}"
-    print(f"near-ties of tokens: {(behind[speaks] > 0).sum()}, at most {behind[speaks].max():.4f} apart")
-    assert behind[speaks].max() <= largest_bar, "another token is best"
+    moved, behind = moved[speaks & decided], behind[speaks & decided]
+    print(f"{(behind > 0).sum()} near-ties of tokens, at most {behind.max():.4f}; largest difference {moved.max():.3f}")
+    assert moved.max() <= 2 * largest_bar, f"largest difference {moved.max():.3f}"
+    assert behind.max() <= largest_bar, "another token is best"
 
 
 def _compare_tables(dtype, want, got, decided):
