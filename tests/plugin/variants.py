@@ -20,7 +20,7 @@ def write_all_exl3(source: Path, target: Path) -> None:
     config, stored = read_checkpoint(source)
     tensors = fuse_kda(stored, config["text_config"]["layer_types"])
     generator = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith(".weight")]:
+    for name in sorted(name for name in tensors if name.endswith(".weight")):  # a file tells them in any order
         module = name.removesuffix(".weight")
         if any(fnmatch.fnmatchcase(module.removeprefix("model."), p) for p in (*ALL_EXL3_RATES, "*.qkv_proj")):
             codebook = Codebook.MUL1 if module == "lm_head" else Codebook.MCG
