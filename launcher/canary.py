@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,13 +129,25 @@ def is_healthy(port: int, host: str = HOST) -> bool:
 
 
 def check_answers(
-    port: int, questions: list[Question], api_key: str, host: str = HOST, max_tokens: int = MAX_TOKENS
+    port: int,
+    questions: list[Question],
+    api_key: str,
+    host: str = HOST,
+    max_tokens: int = MAX_TOKENS,
+    timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> list[tuple[Question, Answer]]:
-    """Asks every question; raises LauncherError at the first wrong answer."""
-    answered = []
+    """Asks every question, all within `timeout_s`; raises LauncherError at the first wrong answer."""
+    answered, deadline = [], time.monotonic() + timeout_s
     for question in questions:
         try:
-            answer = ask(port, question.question, api_key, host=host, max_tokens=max_tokens)
+            left_s = max(deadline - time.monotonic(), 0.001)
+            answer = ask(port, question.question, api_key, left_s, host, max_tokens)
+        except TimeoutError as error:
+            raise LauncherError(
+                f"canary: no answer to {question.question!r}, {timeout_s:g} s for all questions are over; the engine "
+                f"stands still or is far too slow, look at the log.",
+                Exit.SERVER,
+            ) from error
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             raise LauncherError(
                 f"canary: no answer to {question.question!r} ({type(error).__name__}: {error}); look at the log.",

@@ -241,7 +241,8 @@ class Run:
     def ask(self, questions: Sequence[canary.Question]):
         host, port, key = door_of(self.config), self.config["PORT"], str(self.config["VLLM_API_KEY"] or "")
         with self.phase("canary", "CANARY_TIMEOUT_S"):
-            answered = canary.check_answers(port, list(questions), key, host, CANARY_TOKENS)
+            limit_s = self.config["CANARY_TIMEOUT_S"]
+            answered = canary.check_answers(port, list(questions), key, host, CANARY_TOKENS, limit_s)
             if self.config["SPEC_METHOD"] != "none":
                 refuse_idle_drafts(watch.metrics(host, port) or {}, self.config["SPEC_METHOD"])
         return answered

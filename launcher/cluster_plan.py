@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from launcher import commands, refusals
 from launcher.commands import NOT_CARRIED_FILE, RAY_PORTS, SECRETS, Found, Place, Unit, host_port
 from launcher.config import BUILT_IN, REDACTED
 from launcher.errors import LauncherError
+from launcher.plan import pairs
 from launcher.vllm_flags import api_host
 
 if TYPE_CHECKING:
@@ -266,10 +266,4 @@ def describe_rank(rank: RankPlan) -> str:
 
 def block(argv: Sequence[str]) -> str:
     """Shell text with a flag and its values to a line."""
-    items: list[str] = []
-    for word in map(shlex.quote, argv):
-        if not items or word.startswith("-"):
-            items.append(word)
-        else:
-            items[-1] += " " + word
-    return " \\\n    ".join(items)
+    return " \\\n    ".join(pairs(tuple(argv)))

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -78,6 +79,7 @@ STUB_NODE=worker HOME={books}/worker-home exec sh -c "$last"
 class Api(BaseHTTPRequestHandler):
     answers: dict[str, str] = {}  # noqa: RUF012 - set once by the fixture
     damaged = False
+    delay_s = 0.0
     counters = ""
 
     def do_GET(self) -> None:
@@ -85,6 +87,7 @@ class Api(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        time.sleep(self.delay_s)
         text = "!!!!" if self.damaged else self.answers[body["messages"][-1]["content"]]
         self.reply(json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}))
 

@@ -2,6 +2,7 @@
 
 import json
 import stat
+import time
 
 import pytest
 
@@ -125,6 +126,15 @@ def test_a_wrong_answer_ends_the_start(cluster_stub):
     with pytest.raises(LauncherError, match=r"canary: to .* the model answered '!!!!'") as caught:
         cluster_life.start(cluster_stub.config())
     assert caught.value.code == Exit.WRONG_ANSWER
+    assert cluster_stub.running == set()
+
+
+def test_an_engine_that_does_not_answer_ends_the_start_in_its_time(cluster_stub):
+    cluster_stub.api.delay_s = 5
+    began = time.monotonic()
+    with pytest.raises(LauncherError, match=r"no answer to .* 1 s for all questions are over"):
+        cluster_life.start(cluster_stub.config(CANARY_TIMEOUT_S="1"))
+    assert time.monotonic() - began < 5
     assert cluster_stub.running == set()
 
 
