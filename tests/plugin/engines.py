@@ -97,52 +97,34 @@ def prompts(*lengths, seed=0):
 
 # Mean KL; the largest difference of a log-probability where the probability is at least 0.01; and the
 # lead in an expert's score that rounding may overturn, which changes that token's answer at will.
-BARS = {"float32": (1e-6, 1e-4, 0.0), "bfloat16": (1e-3, 0.05, 0.01)}
+# What a bf16 engine rounds on the CPU is the cache of its MLA layers.
+BARS = {"float32": (1e-6, 1e-4, 0.0), "bfloat16": (1e-5, 0.05, 0.001)}
 
 
 def compare(reference, dtype, prompt, tokens, got):
     """All positions of one finished request against the reference, teacher-forced on its tokens."""
     want, lead = (x[: len(got)] for x in reference(prompt + tokens))
     decided = lead >= BARS[dtype][2]
-    assert (~decided).sum() <= 1 + 0.02 * len(got), "too many near-ties of experts to judge by"
     _compare_tables(dtype, want, got, decided)
     _compare_choices(dtype, want[len(prompt) - 1 :], tokens, decided[len(prompt) - 1 :])
 
 
 def compare_conversations(reference, conversations, tables):
-    """Whole conversations of a trained model, teacher-forced. A conversation is its tokens, and which of
-    them are the model's own.
-
-    bf16 moves a log-probability by more than the bar at two positions in ten thousand where the model
-    speaks; more than one in a thousand fails, and so does twice the bar, unless experts are nearly tied.
-    Users' words are partly random, so that the model spreads its guess over many: there it is one in
-    fifty. The mean has no exception.
-    """
-    mean_bar, largest_bar, tie = BARS["bfloat16"]
+    """Whole conversations (tokens) of a trained model, teacher-forced: every position, users' words included."""
     parts = []
-    for (tokens, produced), got in zip(conversations, tables, strict=True):
+    for tokens, got in zip(conversations, tables, strict=True):
         want, lead = (x[: len(got)] for x in reference(tokens))
-        divergence = (want.exp() * (want - got)).sum(-1)
-        moved = ((want - got).abs() * (want.exp() >= 0.01)).amax(-1)
-        behind = want.amax(-1) - want.gather(-1, got.argmax(-1, keepdim=True))[:, 0]
-        parts.append((divergence, moved, behind, lead >= tie, torch.tensor(produced[1 : len(got) + 1])))
-    divergence, moved, behind, decided, speaks = map(torch.cat, zip(*parts, strict=True))
-    for name, chosen, share in (("model", speaks, 0.001), ("users", ~speaks, 0.02)):
-        beyond = moved[chosen] > largest_bar
-        mean = divergence[chosen].mean()
-        print(f"{name}: {len(beyond)} positions, mean KL {mean:.1e}, {beyond.sum()} beyond the bar")
-        assert mean <= mean_bar, f"mean KL {mean:.2e}"
-        assert beyond.sum() <= max(1, share * len(beyond)), f"{beyond.sum()} of {len(beyond)} moved too far"
-    moved, behind = moved[speaks & decided], behind[speaks & decided]
-    print(f"{(behind > 0).sum()} near-ties of tokens, at most {behind.max():.4f}; largest difference {moved.max():.3f}")
-    assert moved.max() <= 2 * largest_bar, f"largest difference {moved.max():.3f}"
-    assert behind.max() <= largest_bar, "another token is best"
+        parts.append((want, got, lead >= BARS["bfloat16"][2]))
+    want, got, decided = map(torch.cat, zip(*parts, strict=True))
+    _compare_tables("bfloat16", want, got, decided)
+    _compare_choices("bfloat16", want, got.argmax(-1).tolist(), decided)
 
 
 def _compare_tables(dtype, want, got, decided):
     mean_bar, largest_bar, _ = BARS[dtype]
     divergence = (want.exp() * (want - got)).sum(-1)
     assert divergence.mean() <= mean_bar, f"mean KL {divergence.mean():.2e}"
+    assert (~decided).sum() <= 1 + 0.01 * len(got), "too many near-ties of experts to judge by"
     difference = ((want - got).abs() * (want.exp() >= 0.01)).amax(-1)
     for t in (difference > largest_bar).nonzero().flatten().tolist():
         print(f"position {t}: difference {difference[t]:.3f}, experts {'decided' if decided[t] else 'nearly tied'}")

@@ -1,7 +1,7 @@
 """GLM-5.3 through vLLM's real engine on the CPU, unquantised, against transformers in fp32.
 
 One engine runs in fp32, where everything but the order of sums is the same and differences are tiny;
-one in bf16, as on a GPU. Both live in this process, so that tests can decide what shares a step.
+one in bf16, whose attention cache is rounded. Both live in this process, so that tests can decide what shares a step.
 """
 
 import os
@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 pytest.importorskip("vllm")
 
@@ -74,14 +73,13 @@ def test_a_wrong_answer_would_be_seen(engine, reference):
             compare(reference, engine.dtype, prompt, tokens, damaged)
 
 
-def test_the_router_scores_in_fp32(engine):
-    def routers_error(network):
-        gates = [m for name, m in network.named_modules() if name.endswith("mlp.gate")]
-        x = torch.randn(5, 256, dtype=gates[0].weight.dtype)
-        return [float((gate(x)[0] - x.float() @ gate.weight.float().T).abs().max()) for gate in gates]
-
-    (errors,) = engine.llm.apply_model(routers_error)
-    assert len(errors) == 3 and max(errors) < 1e-5  # rounding to bf16 alone would cost 1e-3
+def test_only_the_attention_cache_rounds(engine, reference):
+    """Prompts do not read it, so a bf16 engine meets the bars of an fp32 one, at near-ties of experts too."""
+    asked = prompts(40, 3, 257, seed=4)
+    for prompt, (tokens, table) in zip(asked, engine.run(asked, tokens=1), strict=True):
+        compare(reference, "float32", prompt, tokens, table)
+    with pytest.raises(AssertionError, match=r"mean KL|largest difference"):
+        compare(reference, "float32", prompt, tokens, table.bfloat16().float())
 
 
 OTHER_THREADS = """

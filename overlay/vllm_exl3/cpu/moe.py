@@ -1,28 +1,9 @@
-"""The router and the unquantised experts of GLM-5.3 in PyTorch."""
+"""The unquantised experts of GLM-5.3 in PyTorch."""
 
 import functools
 
 import torch
 import torch.nn.functional as F
-
-
-def fp32_router(original: type) -> type:
-    """GateLinear whose logits are never rounded to bf16: GLM-5.3 picks experts by fp32 scores."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    class Fp32Method(UnquantizedLinearMethod):
-        def process_weights_after_loading(self, layer):
-            """Leave the weight as it is; the parent would pack it for a bf16 product."""
-
-        def apply(self, layer, x, bias=None):
-            return F.linear(x.float(), layer.weight.float(), bias)
-
-    class Fp32GateLinear(original):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.quant_method = Fp32Method()
-
-    return Fp32GateLinear
 
 
 def process_weights_after_loading(original):

@@ -1,11 +1,13 @@
 """The table of overrides on the CPU platform."""
 
-from vllm_exl3.cpu import dense, kda, mla, moe, norms
+from vllm_exl3.cpu import dense, kda, mla, moe, norms, precision
 from vllm_exl3.overrides import because, instead
 
 _MODEL = "vllm.models.glm5next.common.model"
 _MLA = "vllm.v1.attention.backends.mla.cpu_mla"
 _NO_TRITON = "the original is a Triton kernel, and CPU builds have no Triton"
+_ROUNDING = "in bf16 rounding alone moves probabilities and swaps experts, which hides errors of the plugin"
+_NO_ROUNDING = "vLLM can run a bf16 model with fp32 activations"
 _TRITON_GONE = "vLLM has a CPU version of it or a Triton backend for the CPU"
 
 TABLE = (
@@ -28,10 +30,23 @@ TABLE = (
         ("Glm5NextModel.load_weights", "034dc858cf7e34ac", dense.load_weights),
     ),
     *because(
-        "the CPU path rounds the router's logits to bf16, which swaps experts with close scores",
-        "vLLM computes this model's router in fp32 on the CPU",
+        _ROUNDING,
+        _NO_ROUNDING,
+        "vllm.engine.arg_utils",
+        ("EngineArgs.create_model_config", "6f756e6ee2c53b34", precision.create_model_config),
+    ),
+    *because(
+        _ROUNDING,
+        _NO_ROUNDING,
         _MODEL,
-        ("GateLinear", "985ce4494e867faf", moe.fp32_router),
+        ("Glm5NextForCausalLM.__init__", "106c715acbb1ab4b", precision.build_in_fp32),
+        ("hc_expand", "ffc2debff734ea2f", instead(precision.expand_streams)),
+    ),
+    *because(
+        "it casts the projections that decoding absorbs to the engine's dtype, while queries are fp32",
+        _NO_ROUNDING,
+        "vllm.model_executor.layers.attention.mla_attention",
+        ("MLAAttention.process_weights_after_loading", "ab2c9c182f1222cd", precision.absorb_in_own_dtype),
     ),
     *because(
         "the CPU kernel ignores swiglu_limit: wrong outputs for large activations, no error",
