@@ -6,17 +6,22 @@ import http.client
 import json
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher import console, long_prompt
 from launcher.errors import Exit, LauncherError
 from launcher.settings import HOST, MODEL_ID
 
 # One question of each kind is asked at a start: a fact shows that the experts are decoded right,
 # counting that the state is carried from token to token.
 START_KINDS = ("fact", "count")
+# A sentence to be found in a text of a given length, asked wherever the list has one: attention over few pages and over
+# many runs other kernels, which have hung where nothing else did.
+LONG = "long"
 MAX_TOKENS = 512
 ANSWER_TIMEOUT_S = 180
+TOKENIZE_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,14 @@ class Question:
     question: str
     must_contain: tuple[str, ...]
     kind: str
+    # Of kind "long" only: how many tokens the prompt has, the sentence to be found in it, and its own time.
+    tokens: int = 0
+    needle: str = ""
+    limit_s: float = 0
+
+    @property
+    def label(self) -> str:
+        return f"({self.tokens:,} tokens of text) {self.question}" if self.tokens else self.question
 
 
 @dataclass(frozen=True)
@@ -35,8 +48,7 @@ class Answer:
 def read_questions(path: Path) -> list[Question]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-        questions = [Question(str(entry["question"]), tuple(map(str, entry["must_contain"])), str(entry["kind"]))
-                     for entry in entries]  # fmt: skip
+        questions = [read_question(entry) for entry in entries]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise LauncherError(
             f"{path}: not readable as a list of question, must_contain and kind ({type(error).__name__}: {error}); "
@@ -48,16 +60,23 @@ def read_questions(path: Path) -> list[Question]:
     return questions
 
 
+def read_question(entry: dict) -> Question:
+    plain = Question(str(entry["question"]), tuple(map(str, entry["must_contain"])), str(entry["kind"]))
+    if plain.kind != LONG:
+        return plain
+    return replace(plain, tokens=int(entry["tokens"]), needle=str(entry["needle"]), limit_s=float(entry["limit_s"]))
+
+
 def questions_for_start(path: Path) -> list[Question]:
-    chosen = {}
-    for question in read_questions(path):
+    chosen, questions = {}, read_questions(path)
+    for question in questions:
         chosen.setdefault(question.kind, question)
     missing = [kind for kind in START_KINDS if kind not in chosen]
     if missing:
         raise LauncherError(
             f"{path}: has no question of kind {' or '.join(missing)}, a start asks one of each; add one."
         )
-    return [chosen[kind] for kind in START_KINDS]
+    return [*(chosen[kind] for kind in START_KINDS), *(question for question in questions if question.kind == LONG)]
 
 
 def fault(question: Question, answer: Answer) -> str | None:
@@ -99,14 +118,17 @@ def ask(
     """One question at temperature 0 through the server's public door."""
     body = json.dumps({"model": MODEL_ID, "messages": [{"role": "user", "content": question}],
                        "temperature": 0, "max_tokens": max_tokens})  # fmt: skip
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-    status, answer = request(port, "POST", "/v1/chat/completions", body, headers, timeout_s, host)
+    status, answer = request(port, "POST", "/v1/chat/completions", body, headers_with(api_key), timeout_s, host)
     if status != 200:
         raise LauncherError(
             f"The server answered a chat request with status {status}: {answer[:300].decode(errors='replace')}",
             Exit.SERVER,
         )
     return read_answer(answer)
+
+
+def headers_with(api_key: str) -> dict[str, str]:
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
 
 def request(port: int, method: str, path: str, body: str | None = None, headers: dict | None = None,
@@ -128,6 +150,34 @@ def is_healthy(port: int, host: str = HOST) -> bool:
         return False
 
 
+def count_tokens(port: int, text: str, api_key: str, host: str = HOST) -> tuple[int, int]:
+    """(tokens of a prompt with the chat template, the longest conversation), as the server counts."""
+    body = json.dumps({"model": MODEL_ID, "messages": [{"role": "user", "content": text}]})
+    status, answer = request(port, "POST", "/tokenize", body, headers_with(api_key), TOKENIZE_TIMEOUT_S, host)
+    if status != 200:
+        raise LauncherError(
+            f"The server counted no tokens, status {status}: {answer[:300].decode(errors='replace')}", Exit.SERVER
+        )
+    found = json.loads(answer)
+    return int(found["count"]), int(found["max_model_len"])
+
+
+def prompt_of(question: Question, port: int, api_key: str, host: str, max_tokens: int) -> str | None:
+    """What is sent; None where a long question and its answer are longer than the server takes."""
+    if not question.tokens:
+        return question.question
+    _, longest = count_tokens(port, question.question, api_key, host)
+    if question.tokens + max_tokens > longest:
+        console.say(
+            f"Note: the question of {question.tokens:,} tokens is left out: with {max_tokens:,} for its answer it is "
+            f"longer than MAX_MODEL_LEN, {longest:,}."
+        )
+        return None
+    return long_prompt.make(
+        question.needle, question.question, question.tokens, lambda text: count_tokens(port, text, api_key, host)[0]
+    )
+
+
 def check_answers(
     port: int,
     questions: list[Question],
@@ -139,25 +189,36 @@ def check_answers(
     """Asks every question, all within `timeout_s`; raises LauncherError at the first wrong answer."""
     answered, deadline = [], time.monotonic() + timeout_s
     for question in questions:
+        limit_s, whose = timeout_s, "all questions"
+        left_s = max(deadline - time.monotonic(), 0.001)
+        if question.limit_s and question.limit_s < left_s:
+            left_s = limit_s = question.limit_s
+            whose = "this question"
         try:
-            left_s = max(deadline - time.monotonic(), 0.001)
-            answer = ask(port, question.question, api_key, left_s, host, max_tokens)
+            prompt = prompt_of(question, port, api_key, host, max_tokens)
+            if prompt is None:
+                continue
+            answer = ask(port, prompt, api_key, left_s, host, max_tokens)
         except TimeoutError as error:
             raise LauncherError(
-                f"canary: no answer to {question.question!r}, {timeout_s:g} s for all questions are over; the engine "
+                f"canary: no answer to {question.label!r}, {limit_s:g} s for {whose} are over; the engine "
                 f"stands still or is far too slow, look at the log.",
                 Exit.SERVER,
             ) from error
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             raise LauncherError(
-                f"canary: no answer to {question.question!r} ({type(error).__name__}: {error}); look at the log.",
+                f"canary: no answer to {question.label!r} ({type(error).__name__}: {error}); look at the log.",
                 Exit.SERVER,
             ) from error
-        if wrong := fault(question, answer):
-            raise LauncherError(
-                f"canary: to {question.question!r} the model answered {answer.text[:200]!r}, {wrong}; the weights, the "
-                f"decoder or the engine are damaged, so the server was stopped.",
-                Exit.WRONG_ANSWER,
-            )
+        refuse_wrong(question, answer)
         answered.append((question, answer))
     return answered
+
+
+def refuse_wrong(question: Question, answer: Answer) -> None:
+    if wrong := fault(question, answer):
+        raise LauncherError(
+            f"canary: to {question.label!r} the model answered {answer.text[:200]!r}, {wrong}; the weights, the "
+            f"decoder or the engine are damaged, so the server was stopped.",
+            Exit.WRONG_ANSWER,
+        )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launcher import cluster_life, cluster_plan, console, envfile
 from launcher.commands import REPOSITORY
-from launcher.config import Config, load
+from launcher.config import Config, load, of_what_runs
 from launcher.errors import Exit, LauncherError
 from launcher.topology import TOPOLOGIES, Topology
 
@@ -28,6 +28,9 @@ COMMANDS = {
     "key": "make an API key, store it in the env file and so open the API to the network",
     "import": "read the env file of an older recipe and write ours",
 }
+
+# What needs no settings: the state of the run says which nodes, and how to reach and to end what is there.
+OF_WHAT_RUNS = ("stop", "status", "logs")
 
 
 def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
@@ -73,11 +76,14 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
 
 
 def read_config(topology: Topology, env_path: Path, ambient: Mapping[str, str], command: str) -> Config:
-    text = env_path.read_text(encoding="utf-8") if env_path.exists() else None
+    text = None
     try:
+        text = read_text(env_path)
         return load(topology, text, env_path.name, ambient)
     except LauncherError as error:
-        if text is not None or command == "plan":
+        if command in OF_WHAT_RUNS:
+            return config_of_what_runs(topology, text, ambient, error)
+        if text is not None or command == "plan" or os.path.exists(env_path):
             raise
         copy_example(env_path)
         raise LauncherError(
@@ -85,6 +91,27 @@ def read_config(topology: Topology, env_path: Path, ambient: Mapping[str, str], 
             f"{console.program()} again.",
             Exit.USAGE,
         ) from error
+
+
+def read_text(env_path: Path) -> str | None:
+    try:
+        return env_path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise LauncherError(
+            f"{env_path.name} could not be read: {reason}; make it a text file of your own (mode 0600).", Exit.USAGE
+        ) from error
+
+
+def config_of_what_runs(
+    topology: Topology, text: str | None, ambient: Mapping[str, str], error: LauncherError
+) -> Config:
+    config = of_what_runs(topology, text, ambient)
+    first = str(error).partition("\n")[0].rstrip(".")
+    console.say(f"Note: the settings cannot be used ({first}); this goes by the state in {config['RUN_DIR']}.")
+    return config
 
 
 def copy_example(env_path: Path) -> None:

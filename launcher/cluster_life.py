@@ -9,8 +9,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from launcher import canary, cluster_plan, console, discovery, facts, phases, preflight, remote, watch
+from launcher import (
+    canary,
+    clocks,
+    cluster_plan,
+    console,
+    discovery,
+    facts,
+    link_runs,
+    phases,
+    preflight,
+    remote,
+    running_checks,
+    watch,
+)
 from launcher import plan as texts
 from launcher.cluster_state import ClusterState, Files, StartedUnit, new_state
 from launcher.commands import REPOSITORY
@@ -21,6 +35,8 @@ from launcher.settings import MODEL_ID
 from launcher.vllm_flags import api_host
 
 POLL_S = 0.5
+# A step of a long prompt takes several seconds, and nothing moves before its end.
+STUCK_AFTER_S, LOOK_AGAIN_S = 15, 3
 # The real model thinks before it answers.
 CANARY_TOKENS = 2048
 CANARIES = Path(__file__).parent / "canaries"
@@ -45,15 +61,18 @@ def look(config, state: ClusterState | None) -> preflight.Context:
     nodes = remote.nodes_of(config)
     units = state.units if state else ()
     found = facts.gather(nodes, preflight.request(config))
-    return preflight.context(
+    context = preflight.context(
         config, nodes, found, files_of(config).read_record(), [(unit.node.rank, watch.state_of(unit)) for unit in units]
     )
+    return context if link_runs.CHECK in config["SKIP_CHECKS"] else link_runs.with_runs(context)
 
 
 def check(config) -> Exit:
     context = look(config, files_of(config).read_state())
     findings = preflight.run_checks(context, config["SKIP_CHECKS"])
     print(preflight.describe(findings))
+    print("A start checks more, once there is something to look at:")
+    print("\n".join(f"      {name:<18} {what}" for name, what in running_checks.RUNNING_CHECKS.items()))
     return Exit.REFUSED if preflight.failed(findings) else Exit.OK
 
 
@@ -66,6 +85,19 @@ def refuse_bad_findings(context) -> None:
     if failed := preflight.failed(findings):
         names = ", ".join(sorted({finding.check for finding in failed}))
         raise LauncherError(f"Nothing was started and nothing was stopped: {names} failed, see above for each fix.")
+
+
+def refuse_bad_run(findings: Sequence[preflight.Finding], config, phase: str) -> None:
+    """As above, of what is under way: the caller ends it."""
+    shown = [one for one in findings if one.level != "PASS" and one.check not in config["SKIP_CHECKS"]]
+    if shown:
+        names = ",".join(sorted({one.check for one in shown}))
+        console.say(f"\n{preflight.describe(shown)}")
+        raise LauncherError(
+            f"phase {phase}: {names} failed, see above for each fix; everything that was started is ended. "
+            f"SKIP_CHECKS={names} starts all the same.",
+            Exit.SERVER,
+        )
 
 
 def plan_of(context) -> cluster_plan.Plan:
@@ -148,7 +180,7 @@ class Run:
 
     def __init__(self, config, plan: cluster_plan.Plan, nodes: Sequence[Node], files: Files) -> None:
         self.config, self.plan, self.nodes, self.files = config, plan, nodes, files
-        self.state = files.write_state(new_state(plan.url, tuple(rank.shell for rank in plan.ranks)))
+        self.state = files.write_state(new_state(plan))
         self.watcher = watch.Watcher()
 
     def enter(self, phase: str) -> None:
@@ -183,6 +215,27 @@ class Run:
                 if rank.list_gpus:
                     fix = "its container sees no GPU; see that `docker run --rm --gpus all` shows it there"
                     self.must(node, rank.list_gpus, fix)
+            self.refuse_bad_insides()
+
+    def refuse_bad_insides(self) -> None:
+        if {running_checks.VERSIONS, running_checks.LIBRARY} <= set(self.config["SKIP_CHECKS"]):
+            return
+        insides = remote.on_all(self.nodes, self.look_inside)
+        record = self.files.read_record()
+        for entry, inside in zip(record["ranks"], insides, strict=True):
+            entry |= {"packages": inside.packages, "nccl": inside.nccl}
+        self.files.write_record(record)
+        findings = [
+            *running_checks.check_versions(insides, is_native=self.config["RUNTIME"] == "native"),
+            *running_checks.check_libraries(insides),
+        ]
+        refuse_bad_run(findings, self.config, "containers")
+
+    def look_inside(self, node: Node) -> running_checks.Inside:
+        result = remote.run(node, self.plan.ranks[node.rank].look_inside, timeout_s=60)
+        if not result.ok:
+            return running_checks.Inside(node.rank, problem=result.message)
+        return running_checks.read_inside(node.rank, result.stdout)
 
     def prepare(self, node: Node) -> None:
         rank = self.plan.ranks[node.rank]
@@ -240,9 +293,12 @@ class Run:
 
     def ask(self, questions: Sequence[canary.Question]):
         host, port, key = door_of(self.config), self.config["PORT"], str(self.config["VLLM_API_KEY"] or "")
+        watched = [] if running_checks.CLOCKS in self.config["SKIP_CHECKS"] else self.nodes
         with self.phase("canary", "CANARY_TIMEOUT_S"):
             limit_s = self.config["CANARY_TIMEOUT_S"]
-            answered = canary.check_answers(port, list(questions), key, host, CANARY_TOKENS, limit_s)
+            with clocks.sampled(watched) as samples:
+                answered = canary.check_answers(port, list(questions), key, host, CANARY_TOKENS, limit_s)
+            refuse_bad_run(list(running_checks.check_clocks(samples)), self.config, "canary")
             if self.config["SPEC_METHOD"] != "none":
                 refuse_idle_drafts(watch.metrics(host, port) or {}, self.config["SPEC_METHOD"])
         return answered
@@ -284,7 +340,7 @@ def print_ready(config, plan: cluster_plan.Plan, answered) -> None:
     script = console.program()
     print(f"\n{MODEL_ID} is ready at {plan.url}/v1. It was asked, and answered correctly:")
     for question, answer in answered:
-        print(f"  {question.question}\n    {answer.text.strip()}")
+        print(f"  {question.label}\n    {answer.text.strip()}")
     needs_key = bool(config["VLLM_API_KEY"])
     print(f"\nAsk it:\n  {texts.curl(plan.url, answered[0][0].question, needs_key)}")
     print(f"From Python:\n  {texts.openai_client(plan.url, needs_key)}")
@@ -371,10 +427,12 @@ def status(config) -> Exit:
         print("status:   not running")
         return Exit.NOT_RUNNING
     states = [watch.state_of(unit) for unit in state.units]
-    alive = all((found or {}).get("Running") for found in states) and bool(states)
-    host, port = door_of(config), config["PORT"]
-    answers = alive and canary.is_healthy(port, host)
-    progress, moves = progress_of(host, port) if answers else ("none", False)
+    dead = {unit.node.rank for unit, found in zip(state.units, states, strict=True) if not (found or {}).get("Running")}
+    lost = watch.lost_gpus(state, dead)
+    alive = all((found or {}).get("Running") for found in states) and bool(states) and not lost
+    door = urlsplit(state.url)  # of what runs; the settings may have changed since
+    answers = alive and canary.is_healthy(door.port, door.hostname)
+    progress, moves = progress_of(door.hostname, door.port) if answers else ("none", False)
     word = ("ready" if moves else "stuck") if state.ready and answers else ("starting" if alive else "broken")
     if state.ready and alive and not answers:
         word = "not answering"
@@ -385,6 +443,8 @@ def status(config) -> Exit:
     print("\n".join(f"{name + ':':<10}{value}" for name, value in rows.items()))
     for unit, found in zip(state.units, states, strict=True):
         print(f"          {unit.label}: {spoken(found)}")
+    for node, said in lost:
+        print(f"          node {node.rank} ({node.address}): its container sees no GPU any more ({said}); `restart`")
     return {"ready": Exit.OK, "starting": Exit.STARTING}.get(word, Exit.SERVER)
 
 
@@ -396,16 +456,20 @@ def spoken(state: dict | None) -> str:
     return f"ended with exit code {state['ExitCode']}" if "ExitCode" in state else "gone"
 
 
-def progress_of(host: str, port: int, pause_s: float = 3) -> tuple[str, bool]:
+def progress_of(host: str, port: int) -> tuple[str, bool]:
     """(what the counters say, whether the engine moves). /health is 200 also when every rank waits for another."""
-    before = watch.metrics(host, port) or {}
-    if before.get(watch.RUNNING):
-        time.sleep(pause_s)
-    after = watch.metrics(host, port) or {}
-    running, waiting, written = (after.get(name, 0) for name in (watch.RUNNING, watch.WAITING, watch.PROGRESS[0]))
+    before = after = watch.metrics(host, port) or {}
+    waited_s = 0
+    while before.get(watch.RUNNING) and waited_s < STUCK_AFTER_S:
+        time.sleep(LOOK_AGAIN_S)
+        waited_s += LOOK_AGAIN_S
+        after = watch.metrics(host, port) or {}
+        if not watch.is_stuck(before, after):
+            break
+    running, waiting, written = (after.get(name, 0) for name in (watch.RUNNING, watch.WAITING, watch.WRITTEN))
     text = f"{running:.0f} running, {waiting:.0f} waiting, {written:.0f} tokens written"
     stuck = watch.is_stuck(before, after)
-    return text + (f", no token in {pause_s:g} s" if stuck else ""), not stuck
+    return text + (f", no token in {waited_s} s" if stuck else ""), not stuck
 
 
 def logs(config, rank: int, follow: bool) -> Exit:

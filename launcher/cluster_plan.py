@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = re.compile(r"<(?:found|made) at start[^>]*>")
 # Sent to every node as they are.
-NAMES = ("runner.py", "memory_guard.py", "fabric_bind.py", "fabric_bind.c")
+NAMES = ("runner.py", "memory_guard.py", "fabric_bind.py", "fabric_bind.c", "inside.py")
 PROGRAMS = [Path(__file__).with_name(name) for name in NAMES]
 
 
@@ -55,6 +55,7 @@ class RankPlan:
     units: tuple[Unit, ...]
     guards: tuple[Unit, ...]  # what ends the rank before its node is out of memory: one, or none
     list_gpus: tuple[str, ...]  # fails where a container lost its GPU; empty without containers
+    look_inside: tuple[str, ...]  # prints what the rank's own Python finds
     shell: tuple[str, ...]
 
     @property
@@ -133,6 +134,7 @@ def rank_plan(config, fabric: Fabric | None, rank: int, found: Found) -> RankPla
         units=tuple(units(config, place, found)),
         guards=tuple(guards(config, place, found)),
         list_gpus=tuple(commands.runtime_of(config).list_gpus(place)),
+        look_inside=tuple(commands.look_inside(place)),
         shell=tuple(commands.runtime_of(config).shell(place)),
     )
 

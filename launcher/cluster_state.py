@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from launcher.cluster_plan import Plan
 from launcher.commands import Unit
 from launcher.errors import Exit, LauncherError
 from launcher.remote import Node
@@ -37,6 +38,7 @@ class ClusterState:
     ready: bool = False
     units: tuple[StartedUnit, ...] = ()
     shells: tuple[tuple[str, ...], ...] = ()  # by rank: a shell where it runs
+    list_gpus: tuple[tuple[str, ...], ...] = ()  # by rank: fails where its container has lost the GPU; may be empty
 
     def entered(self, phase: str, *, ready: bool = False) -> ClusterState:
         return replace(self, phase=phase, ready=ready, since=time.time() if ready else self.since)
@@ -45,8 +47,9 @@ class ClusterState:
         return replace(self, units=(*self.units, started))
 
 
-def new_state(url: str, shells: tuple[tuple[str, ...], ...]) -> ClusterState:
-    return ClusterState("containers", this_process(), url, shells=shells)
+def new_state(plan: Plan) -> ClusterState:
+    shells, list_gpus = (tuple(getattr(rank, name) for rank in plan.ranks) for name in ("shell", "list_gpus"))
+    return ClusterState("containers", this_process(), plan.url, shells=shells, list_gpus=list_gpus)
 
 
 def from_json(raw: Mapping) -> ClusterState:
@@ -54,9 +57,8 @@ def from_json(raw: Mapping) -> ClusterState:
         StartedUnit(Node(**entry["node"]), Unit(**{name: freeze(value) for name, value in entry["unit"].items()}))
         for entry in raw["units"]
     )
-    return ClusterState(
-        **{**raw, "launcher": Process(**raw["launcher"]), "units": units, "shells": freeze(raw["shells"])}
-    )
+    by_rank = {name: freeze(raw.get(name, [])) for name in ("shells", "list_gpus")}
+    return ClusterState(**{**raw, "launcher": Process(**raw["launcher"]), "units": units, **by_rank})
 
 
 def freeze(value):

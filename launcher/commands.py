@@ -320,6 +320,12 @@ def server(config, rank: int, found: Found = Found()) -> list[str]:
     ]  # fmt: skip
 
 
+def look_inside(place: Place) -> list[str]:
+    """Prints what the rank's own Python finds, see inside.py."""
+    runtime = runtime_of(place.config)
+    return runtime.inside(place, [runtime.python(place.config), f"{place.seen('config')}/inside.py"])
+
+
 # Docker
 
 

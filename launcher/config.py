@@ -93,6 +93,22 @@ def load(topology: Topology, env_text: str | None, env_name: str, ambient: Mappi
     )
 
 
+def of_what_runs(topology: Topology, env_text: str | None, ambient: Mapping[str, str]) -> Config:
+    """Where the run of an unusable env file keeps its state: RUN_DIR as far as it can be read, all else built in.
+
+    Enough to look at what runs and to end it, never to start anything.
+    """
+    values, sources = defaults(topology)
+    written = [one for one in read_lines(env_text or "", topology.env_file).assignments if one.name == "RUN_DIR"]
+    if "RUN_DIR" in ambient:
+        written.append(Assignment("RUN_DIR", ambient["RUN_DIR"], ENVIRONMENT))
+    for assignment in written:
+        before = values["RUN_DIR"]
+        if apply(assignment, topology, values, sources):
+            values["RUN_DIR"] = before
+    return Config(topology, MappingProxyType(values), MappingProxyType(sources))
+
+
 def line_of(problem: str) -> int:
     """For sorting: what has no line comes last."""
     found = re.match(r"[^\n]*? line (\d+): ", problem)

@@ -35,6 +35,10 @@ class Fabric:
     set_by: str = ""  # the name of that setting
     address_range: str = ""  # holds all rails' addresses and as few others as possible, for NCCL_IB_ADDR_RANGE
 
+    def index_of(self, rail: Rail) -> int | None:
+        """The GID index to use with a rail of this node."""
+        return rail.found_index if self.set_index is None else self.set_index
+
     @property
     def has_unequal_rails(self) -> bool:
         return len({rail.found_index for rail in self.rails if rail.found_index is not None}) > 1

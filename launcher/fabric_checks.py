@@ -5,7 +5,9 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from launcher import link_runs
 from launcher.discovery import PREFIXES, Rail, address_of_gid, changes, is_roce_v2, network_of
 from launcher.facts import Gid, NodeFacts, RdmaPort
 from launcher.findings import NOT_NEEDED, Context, Verdict, each_node, failed, over_all, passed, warned
@@ -13,6 +15,12 @@ from launcher.findings import NOT_NEEDED, Context, Verdict, each_node, failed, o
 FULL_MTU = 9000
 # One PCIe Gen5 x4 link carries half of a QSFP port's 200 Gb/s; below this a rail was trained badly.
 LEAST_RAIL_GBPS = 100
+# What ib_write_bw must reach on a rail. A cable that was trained badly carries 8 to 25 Gb/s, and nothing reports it.
+LEAST_MEASURED_GBPS = 25
+SLOW_LINK_FIX = (
+    "unplug that cable at both ends and plug it in again; if that changes nothing, shut both nodes down, "
+    "take their power away for a minute, and look again"
+)
 
 
 def lacks_rdma_and_may(context: Context, node: NodeFacts) -> bool:
@@ -140,6 +148,30 @@ def pcie_gbps(speed: str, width: int | None) -> float | None:
     return float(match.group(1)) * width if match and width else None
 
 
+@over_all(link_runs.CHECK, "rdma", "addresses", "host", runtime="docker")
+def check_link_bandwidth(context: Context, nodes: Sequence[NodeFacts]) -> Iterator[Verdict]:
+    for node in nodes:
+        if node.rank == 0:  # the other end of every link
+            continue
+        if node.link_runs is None:
+            yield replace(link_runs.obstacle(context, node) or passed("not measured"), node=node.rank)
+            continue
+        slow = [run for run in node.link_runs if run.gbps is not None and run.gbps < LEAST_MEASURED_GBPS]
+        seen = ", ".join(f"{run.device} {run.gbps:.0f} Gb/s" for run in node.link_runs if run.gbps is not None)
+        if slow:
+            yield failed(f"{seen} to node 0 by ib_write_bw, at least {LEAST_MEASURED_GBPS} needed", SLOW_LINK_FIX,
+                         node.rank)  # fmt: skip
+        elif seen:
+            yield passed(f"{seen} to node 0 by ib_write_bw", node.rank)
+        for run in node.link_runs:
+            if run.problem:
+                yield warned(
+                    f"{run.device} to node 0's {run.other} could not be measured: {run.problem}",
+                    f"{link_runs.by_hand(context, node.rank, run.device)}; a firewall must let its port through",
+                    node.rank,
+                )
+
+
 # RDMA
 
 
@@ -223,7 +255,7 @@ def check_rdma_gid(context: Context, node: NodeFacts) -> Iterator[Verdict]:
     yield from problems
     if problems:
         return
-    found = ", ".join(f"{rail.device}: index {index_used(context, node, rail)} is {rail.address} as RoCE v2"
+    found = ", ".join(f"{rail.device}: index {fabric.index_of(rail)} is {rail.address} as RoCE v2"
                       for rail in rails)  # fmt: skip
     changed = [text for rank, text in changes(context.fabrics, context.previous) if rank == node.rank]
     yield passed("; ".join([found, *changed]))
@@ -237,11 +269,6 @@ def check_rdma_gid(context: Context, node: NodeFacts) -> Iterator[Verdict]:
 
 def found_indexes(rails: Sequence[Rail]) -> list[str]:
     return [f"{rail.device} {rail.found_index}" for rail in rails]
-
-
-def index_used(context: Context, node: NodeFacts, rail: Rail) -> int | None:
-    wanted = context.fabrics[node.rank].set_index
-    return rail.found_index if wanted is None else wanted
 
 
 def gid_problem(context: Context, node: NodeFacts, rail: Rail) -> Verdict | None:

@@ -33,6 +33,7 @@ class Host:
     nccl_conf: str | None  # text of /etc/nccl.conf
     infiniband_files: tuple[str, ...]  # names in /dev/infiniband
     fatal_pci_errors: tuple[str, ...] | None = None  # lines of the kernel's log; None: it may not be read
+    ib_write_bw: str = ""  # path of perftest's program; empty: not installed
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,16 @@ class GpuProcess:
 
 
 @dataclass(frozen=True)
+class LinkRun:
+    """A link to node 0 as ib_write_bw measured it."""
+
+    device: str
+    other: str  # node 0's device
+    gbps: float | None = None
+    problem: str = ""  # why there is no number
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """A topic that could not be looked at is None, and errors[topic] says why."""
 
@@ -200,6 +211,7 @@ class NodeFacts:
     containers: tuple[Container, ...] | None = None
     gpus: tuple[Gpu, ...] | None = None
     gpu_processes: tuple[GpuProcess, ...] | None = None
+    link_runs: tuple[LinkRun, ...] | None = None  # None: nothing was measured
     errors: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -233,7 +245,7 @@ INSIDE = {"gids": (Gid, "many"), "checkpoint": (Checkpoint, "one")}  # fields th
 
 
 def from_record(record: object) -> NodeFacts:
-    """Facts from {"rank", "address", "clock_offset_s", and "probe", "unreached" or "unprobed"}.
+    """Facts from {"rank", "address", "clock_offset_s", "link_runs", and "probe", "unreached" or "unprobed"}.
 
     A topic that does not look as expected is an error of that topic.
     """
@@ -243,6 +255,7 @@ def from_record(record: object) -> NodeFacts:
             if record.get(reason):
                 return NodeFacts(rank, address, **{reason: str(record[reason])})
         offset, found = float(record.get("clock_offset_s", 0)), record["probe"]
+        runs = shaped(LinkRun, "many", record["link_runs"]) if "link_runs" in record else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LauncherError(
             f"A node's facts are not readable ({type(error).__name__}: {error}): rank, address and what the probe "
@@ -254,7 +267,7 @@ def from_record(record: object) -> NodeFacts:
     if "request" in found["errors"]:
         raise LauncherError(f"{where}: the probe did not understand what to look at: {found['errors']['request']}.")
     values, errors = topics_of(found)
-    return NodeFacts(rank, address, clock_offset_s=offset, errors=errors, **values)
+    return NodeFacts(rank, address, clock_offset_s=offset, link_runs=runs, errors=errors, **values)
 
 
 def topics_of(found: dict) -> tuple[dict, dict[str, str]]:

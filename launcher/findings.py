@@ -14,6 +14,9 @@ from launcher.remote import Node
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 
 GIB = 1 << 30
+# A limit on the clocks costs a few per cent and is often meant; half the clock is a fault.
+EQUAL_CLOCKS, FAULTY_CLOCKS = 0.95, 0.5
+CLOCKS_FIX = "sudo nvidia-smi --reset-gpu-clocks on that node; if that changes nothing, unplug it for a minute"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from launcher.facts import NEEDED_PYTHON, NodeFacts
 from launcher.findings import (
     CHECKS,
+    CLOCKS_FIX,
+    EQUAL_CLOCKS,
+    FAULTY_CLOCKS,
     GIB,
     NOT_REACHED,
     Context,
@@ -22,8 +25,6 @@ from launcher.findings import (
 )
 
 GPU = "GB10"
-# A limit on the clocks costs a few per cent and is often meant; half the clock is a fault.
-EQUAL_CLOCKS, FAULTY_CLOCKS = 0.95, 0.5
 # Bits of nvidia-smi's reasons that mean heat or power trouble; idling and limits that somebody set are none.
 SLOWDOWNS = {
     0x08: "hardware slowdown",
@@ -168,17 +169,16 @@ def check_gpu_clocks(context: Context, nodes: Sequence[NodeFacts]) -> Iterator[V
             yield warned("not looked at: no GPU", "see gpu-model", node.rank)
             continue
         limit, slowdowns = known.get(node.rank), slowdowns_of(node.gpus[0].throttle_reasons)
-        fix = "sudo nvidia-smi --reset-gpu-clocks on that node; if that changes nothing, unplug it for a minute"
         if slowdowns:
             yield warned(f"the GPU slows down: {', '.join(slowdowns)}", "check its cooling and its power supply; "
                          "if it stays, unplug it for a minute", node.rank)  # fmt: skip
         elif limit is None:
             yield passed("the driver tells no limit of the clocks", node.rank)
         elif limit < FAULTY_CLOCKS * fastest:
-            yield failed(f"SM clock limit {limit:.0f} MHz, {fastest:.0f} MHz elsewhere", fix, node.rank)
+            yield failed(f"SM clock limit {limit:.0f} MHz, {fastest:.0f} MHz elsewhere", CLOCKS_FIX, node.rank)
         elif limit < EQUAL_CLOCKS * fastest:
             yield warned(f"SM clock limit {limit:.0f} MHz, {fastest:.0f} MHz elsewhere: all wait for this node",
-                         f"the same limit everywhere, or none: {fix}", node.rank)  # fmt: skip
+                         f"the same limit everywhere, or none: {CLOCKS_FIX}", node.rank)  # fmt: skip
         else:
             yield passed(f"SM clock limit {limit:.0f} MHz", node.rank)
 

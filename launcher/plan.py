@@ -142,10 +142,7 @@ def curl(url: str, question: str, needs_key: bool) -> str:
     """A request that a user can paste."""
     body = {"model": MODEL_ID, "messages": [{"role": "user", "content": question}], "temperature": 0}
     key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if needs_key else ""
-    return (
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
-        f" -d {shlex.quote(json.dumps(body))}"
-    )
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
 
 
 def openai_client(url: str, needs_key: bool) -> str:

@@ -16,6 +16,7 @@ from launcher.errors import Exit, LauncherError
 from launcher.facts import NodeFacts
 from launcher.findings import CHECKS, FAIL, NOT_PROBED, NOT_REACHED, PASS, WARN, Context, Finding, Ours
 from launcher.remote import Node
+from launcher.running_checks import RUNNING_CHECKS
 
 __all__ = ["CHECKS", "FAIL", "PASS", "WARN", "Context", "Finding", "Ours", "check_skip", "context", "describe",
            "failed", "image_id", "ports_of", "request", "run_checks"]  # fmt: skip
@@ -70,10 +71,11 @@ def image_id(context: Context) -> str:
 
 def check_skip(skip: Iterable[str]) -> None:
     """A misspelt name would leave the check in, or tell nobody that it never was one."""
+    known = (*CHECKS, *RUNNING_CHECKS)
     for name in skip:
-        if name not in CHECKS:
-            near = difflib.get_close_matches(name, CHECKS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"the checks are {', '.join(CHECKS)}."
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the checks are {', '.join(known)}."
             raise LauncherError(f"SKIP_CHECKS: there is no check {name!r}; {hint}", Exit.USAGE)
 
 

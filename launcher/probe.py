@@ -90,6 +90,7 @@ def look_at_host(view):
         "nccl_conf": view.read_or("/etc/nccl.conf", None),
         "infiniband_files": view.names("/dev/infiniband"),
         "fatal_pci_errors": fatal_pci_errors(),
+        "ib_write_bw": shutil.which("ib_write_bw") or "",
     }
 
 

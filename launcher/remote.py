@@ -6,13 +6,15 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from launcher.errors import Exit, LauncherError
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 3
@@ -129,6 +131,27 @@ def run(node: Node, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float
     return finish(process, stdin, timeout_s)
 
 
+@contextmanager
+def beside(node: Node, argv: Sequence[str]) -> Iterator[subprocess.Popen]:
+    """Runs a command beside the block and ends it with the block; over ssh it has to end by itself, too."""
+    process = subprocess.Popen(
+        command_for(node, argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        kill(process)
+
+
+def said_by(process: subprocess.Popen) -> str:
+    """Ends what `beside` started; what it said, in one line."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    output, _ = process.communicate()
+    return Result(process.returncode, output, b"").message
+
+
 def finish(process: subprocess.Popen, stdin: bytes, timeout_s: float) -> Result:
     try:
         stdout, stderr = process.communicate(stdin, timeout_s)
@@ -149,15 +172,15 @@ def kill(process: subprocess.Popen) -> None:
     except ProcessLookupError:
         pass
     process.wait()
-    for stream in (process.stdin, process.stdout, process.stderr):
+    for stream in filter(None, (process.stdin, process.stdout, process.stderr)):
         try:
             stream.close()
         except OSError:  # what was left to write has no reader any more
             pass
 
 
-def on_all(nodes: Sequence[Node], function: Callable[[Node], T]) -> list[T]:
-    """Calls function(node) for every node at once; results in the order of the nodes.
+def on_all(nodes: Sequence[S], function: Callable[[S], T]) -> list[T]:
+    """Calls function(node) for every node, or whatever is given, at once; results in the order of the nodes.
 
     All calls come to their end, also when one raises or Ctrl-C is pressed: nobody is left halfway. Then the first
     exception is raised.

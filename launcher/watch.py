@@ -9,10 +9,10 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from launcher import canary, remote
-from launcher.cluster_state import StartedUnit
+from launcher.cluster_state import ClusterState, StartedUnit
 from launcher.console import say
 from launcher.errors import Exit, LauncherError
 from launcher.remote import Node
@@ -32,6 +32,16 @@ def state_of(started: StartedUnit) -> dict | None:
         return json.loads(result.stdout) if result.ok else {}
     except ValueError:
         return {}
+
+
+def lost_gpus(state: ClusterState, dead: Container[int]) -> list[tuple[Node, str]]:
+    """Ranks that run in a container without its GPU, as after a `systemctl daemon-reload`, with what was said there."""
+    nodes = {started.node.rank: started.node for started in state.units if started.node.rank not in dead}
+    asked = [node for node in nodes.values() if node.rank < len(state.list_gpus) and state.list_gpus[node.rank]]
+    results = remote.on_all(asked, lambda node: remote.run(node, state.list_gpus[node.rank], timeout_s=15))
+    unreached = (remote.SSH_FAILED, remote.TIMED_OUT)
+    return [(node, result.message) for node, result in zip(asked, results, strict=True)
+            if not result.ok and (result.code not in unreached or node.is_here)]  # fmt: skip
 
 
 def log_of(started: StartedUnit) -> list[str]:
@@ -130,7 +140,9 @@ class LogFollower:
 # Counters
 
 METRIC = re.compile(r"^(vllm:[a-z_]+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
-PROGRESS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
+WRITTEN = "vllm:generation_tokens_total"
+# Tokens of a prompt are counted when all of it is read; until then the cache alone grows, step by step.
+PROGRESS = (WRITTEN, "vllm:prompt_tokens_total", "vllm:kv_cache_usage_perc")
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
 
@@ -152,6 +164,6 @@ def metrics(host: str, port: int) -> dict[str, float] | None:
 
 
 def is_stuck(before: dict[str, float], after: dict[str, float]) -> bool:
-    """Requests run, and not one token was read or written between two looks."""
+    """Requests run, and nothing was read or written between two looks."""
     moved = any(after.get(name, 0) != before.get(name, 0) for name in PROGRESS)
     return bool(before.get(RUNNING) and after.get(RUNNING)) and not moved

@@ -53,6 +53,9 @@ elif words[0] == "exec" and "ray.nodes()" in text:
     print(json.dumps([{{"address": a, "alive": True, "gpus": 1.0}} for a in nodes]))
 elif words[0] == "exec" and "nvidia-smi" in words:
     print("GPU 0: NVIDIA GB10")
+elif words[0] == "exec" and "inside.py" in text:
+    inside = books / ("inside-" + words[1])
+    print((inside if inside.exists() else books / "inside").read_text())
 elif words[0] == "exec":
     unit = running / (words[1] + "-server")
     if "start" in words:
@@ -76,11 +79,24 @@ STUB_NODE=worker HOME={books}/worker-home exec sh -c "$last"
 """
 
 
+# Answers with what the book of this node says, if it has one.
+SMI = """#!/bin/sh
+cat {books}/clocks-${{STUB_NODE:-head}}
+"""
+
+INSIDE = {
+    "packages": {"vllm": "0.33.0", "flashinfer_python": "0.7.2.post1", "torch": "2.14.0"},
+    "nccl": {"/usr/lib/python3/nvidia/nccl/lib/libnccl.so.2": "ab" * 32},
+}
+
+
 class Api(BaseHTTPRequestHandler):
     answers: dict[str, str] = {}  # noqa: RUF012 - set once by the fixture
     damaged = False
     delay_s = 0.0
     counters = ""
+    longest = 2048
+    asked: list[str] = []  # noqa: RUF012 - what was to be counted, of all tests
 
     def do_GET(self) -> None:
         self.reply(self.counters if self.path == "/metrics" else "{}")
@@ -88,7 +104,13 @@ class Api(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         time.sleep(self.delay_s)
-        text = "!!!!" if self.damaged else self.answers[body["messages"][-1]["content"]]
+        content = body["messages"][-1]["content"]
+        if self.path == "/tokenize":
+            self.asked.append(content)
+            self.reply(json.dumps({"count": len(content.split()) + 8, "max_model_len": self.longest}))
+            return
+        # Of a long prompt the last paragraph is the question.
+        text = "!!!!" if self.damaged else self.answers[content.rpartition("\n\n")[2]]
         self.reply(json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}))
 
     def reply(self, text: str) -> None:
@@ -110,11 +132,15 @@ class Cluster:
         (self.books / "server.log").write_text(READY_LOG.read_text().replace("quantization=None", "quantization=exl3"))
         (self.books / "log").write_text(str(self.run_dir / "exl3-tp2-rank0" / "log"))
         self.joined("10.0.0.1", "10.0.0.2")
+        (self.books / "inside").write_text(json.dumps(INSIDE))
+        for node in ("head", "worker"):
+            self.clock(node, 2400)
         programs = folder / "bin"
         programs.mkdir()
         for name, text in (
             ("docker", DOCKER.format(python=sys.executable, books=str(self.books))),
             ("ssh", SSH.format(books=self.books)),
+            ("nvidia-smi", SMI.format(books=self.books)),
         ):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
@@ -134,6 +160,14 @@ class Cluster:
 
     def joined(self, *addresses: str) -> None:
         (self.books / "nodes").write_text(json.dumps(addresses))
+
+    def clock(self, node: str, sm_mhz: float) -> None:
+        (self.books / f"clocks-{node}").write_text(f"{sm_mhz}, 3003, 97\n")
+
+    def inside(self, rank: int, **packages: str) -> None:
+        """What the rank finds inside; an empty version takes the package out."""
+        found = {name: version for name, version in (INSIDE["packages"] | packages).items() if version}
+        (self.books / f"inside-exl3-tp2-rank{rank}").write_text(json.dumps(INSIDE | {"packages": found}))
 
     def fail(self, *parts: str) -> None:
         (self.books / "fail").write_text(json.dumps(parts))

@@ -5,8 +5,9 @@ import stat
 import time
 
 import pytest
+from stub_cluster import LOCAL_MODEL
 
-from launcher import cluster_life, watch
+from launcher import clocks, cluster_life, watch
 from launcher.errors import Exit, LauncherError
 
 BOTH = {"exl3-tp2-rank0", "exl3-tp2-rank1"}
@@ -29,7 +30,8 @@ def test_start_ends_ready_and_stop_leaves_nothing(cluster_stub, capsys):
 
 def test_ray_starts_on_every_node_before_the_server(cluster_stub):
     cluster_life.start(cluster_stub.config())
-    calls = [call for call in cluster_stub.calls("run", "exec") if "nvidia-smi" not in call]
+    looks = ("nvidia-smi", "/exl3/config/inside.py")
+    calls = [call for call in cluster_stub.calls("run", "exec") if not set(looks) & set(call)]
     order = [(call[0], call[1], "ray.nodes()" in " ".join(call)) for call in calls]
     assert order[:2] == [("head", "run", False), ("worker", "run", False)]
     assert order.index(("head", "exec", True)) == 2
@@ -130,11 +132,11 @@ def test_a_wrong_answer_ends_the_start(cluster_stub):
 
 
 def test_an_engine_that_does_not_answer_ends_the_start_in_its_time(cluster_stub):
-    cluster_stub.api.delay_s = 5
+    cluster_stub.api.delay_s = 30
     began = time.monotonic()
     with pytest.raises(LauncherError, match=r"no answer to .* 1 s for all questions are over"):
         cluster_life.start(cluster_stub.config(CANARY_TIMEOUT_S="1"))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert cluster_stub.running == set()
 
 
@@ -213,6 +215,107 @@ def test_status_sees_an_engine_that_stands_still(cluster_stub, capsys, monkeypat
     monkeypatch.setattr(cluster_life.time, "sleep", lambda _: None)
     assert cluster_life.status(config) == Exit.SERVER
     assert "stuck" in capsys.readouterr().out
+
+
+def test_status_does_not_take_a_long_prompt_for_a_standstill(cluster_stub, capsys, monkeypatch):
+    config = cluster_stub.config()
+    cluster_life.start(config)
+    counters = "vllm:num_requests_running 1.0\nvllm:prompt_tokens_total 7.0\nvllm:kv_cache_usage_perc {}\n"
+    cluster_stub.api.counters = counters.format(0.25)
+    slept = []
+
+    def read_a_step(seconds):
+        slept.extend([seconds] if seconds == cluster_life.LOOK_AGAIN_S else [])
+        if len(slept) == 3:
+            cluster_stub.api.counters = counters.format(0.5)
+
+    monkeypatch.setattr(cluster_life.time, "sleep", read_a_step)
+    assert cluster_life.status(config) == Exit.OK
+    assert len(slept) == 3
+
+
+def test_status_sees_a_container_that_lost_its_gpu(cluster_stub, capsys):
+    config = cluster_stub.config()
+    cluster_life.start(config)
+    cluster_stub.fail("rank1 nvidia-smi -L")
+    assert cluster_life.status(config) == Exit.SERVER
+    said = capsys.readouterr().out
+    assert "node 1 (10.0.0.2): its container sees no GPU any more (stub: told to fail); `restart`" in said
+    assert "status:   broken" in said
+
+
+# What only a rank that runs can tell
+
+
+@pytest.mark.parametrize("packages, message", [
+    ({"flashinfer_python": "0.7.1"}, "FlashInfer 0.7.1 inside, 0.7.2.post1 is needed"),
+    ({"vllm": "0.34.0"}, "vLLM 0.34.0 inside, 0.33.0 is needed"),
+    ({"torch": "2.13.0"}, "torch 2.13.0 inside, 2.14.0 on node 0"),
+])  # fmt: skip
+def test_another_engine_inside_ends_the_start_before_the_server(cluster_stub, capsys, packages, message):
+    cluster_stub.inside(1, **packages)
+    with pytest.raises(LauncherError, match=r"phase containers: engine-versions failed.*SKIP_CHECKS=engine-versions"):
+        cluster_life.start(cluster_stub.config())
+    assert f"node 1: {message}" in capsys.readouterr().err
+    assert cluster_stub.running == set()
+    assert not [call for call in cluster_stub.calls("exec") if "start" in call]
+
+
+def test_what_is_inside_is_recorded_and_its_check_can_be_left_out(cluster_stub):
+    cluster_stub.inside(1, vllm="0.34.0")
+    skipped = ",".join([*cluster_stub.config()["SKIP_CHECKS"], "engine-versions"])
+    assert cluster_life.start(cluster_stub.config(SKIP_CHECKS=skipped)) == Exit.OK
+    record = json.loads((cluster_stub.run_dir / "tp2-run.json").read_text())
+    assert [rank["packages"]["vllm"] for rank in record["ranks"]] == ["0.33.0", "0.34.0"]
+
+
+def answer_slowly(cluster_stub, monkeypatch):
+    monkeypatch.setattr(clocks, "SAMPLE_EVERY_S", 0.01)
+    cluster_stub.api.delay_s = 3
+
+
+def test_a_clock_that_is_stuck_low_ends_the_start(cluster_stub, capsys, monkeypatch):
+    answer_slowly(cluster_stub, monkeypatch)
+    cluster_stub.clock("worker", 507)
+    with pytest.raises(LauncherError, match=r"phase canary: sm-clocks failed.*SKIP_CHECKS=sm-clocks") as caught:
+        cluster_life.start(cluster_stub.config())
+    assert caught.value.code == Exit.SERVER
+    assert "node 1: SM clock 507 of 3003 MHz while busy: stuck low" in capsys.readouterr().err
+    assert cluster_stub.running == set()
+
+
+def test_a_stuck_clock_can_be_lived_with_by_name(cluster_stub, monkeypatch):
+    answer_slowly(cluster_stub, monkeypatch)
+    cluster_stub.clock("worker", 507)
+    skipped = ",".join([*cluster_stub.config()["SKIP_CHECKS"], "sm-clocks"])
+    assert cluster_life.start(cluster_stub.config(SKIP_CHECKS=skipped)) == Exit.OK
+
+
+# Long questions
+
+
+def long_list(cluster_stub, tmp_path, tokens: int):
+    """A model folder whose list has a long question, and an API that finds the needle."""
+    folder = tmp_path / "long"
+    folder.mkdir()
+    questions = json.loads((LOCAL_MODEL / "canary.json").read_text())
+    questions.append({"kind": "long", "tokens": tokens, "limit_s": 20, "needle": "The number of the box is 4827.",
+                      "question": "What is the number of the box?", "must_contain": ["4827"]})  # fmt: skip
+    (folder / "canary.json").write_text(json.dumps(questions))
+    cluster_stub.api.answers |= {"What is the number of the box?": "4827"}
+    return cluster_stub.config(MODEL_DIR=str(folder))
+
+
+def test_a_long_question_is_asked_at_a_start(cluster_stub, tmp_path, capsys):
+    cluster_stub.api.longest = 262_144
+    assert cluster_life.start(long_list(cluster_stub, tmp_path, 14_000)) == Exit.OK
+    assert "(14,000 tokens of text) What is the number of the box?\n    4827" in capsys.readouterr().out
+    assert len(cluster_stub.api.asked[-1].split()) + 8 == 14_000
+
+
+def test_a_long_question_that_does_not_fit_is_left_out_with_a_note(cluster_stub, tmp_path, capsys):
+    assert cluster_life.start(long_list(cluster_stub, tmp_path, 14_000)) == Exit.OK
+    assert "Note: the question of 14,000 tokens is left out: with 2,048 for its answer" in capsys.readouterr().err
 
 
 def test_three_nodes_refuse_to_start():

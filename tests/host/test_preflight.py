@@ -14,8 +14,8 @@ GIB = 1 << 30
 NAMES = [
     "ssh-access", "python", "docker", "gpu-runtime", "foreign-containers", "gpu-model", "gpu-driver", "gpu-clocks",
     "gpu-free", "memory-floor", "swap", "cma", "page-size", "nccl-conf", "pci-errors", "wall-clock", "ports-free",
-    "address", "interface-up", "mtu", "link-speed", "rdma-device", "second-rail", "rdma-gid", "disk-space",
-    "cache-folder", "image", "weights", "native-python",
+    "address", "interface-up", "mtu", "link-speed", "link-bandwidth", "rdma-device", "second-rail", "rdma-gid",
+    "disk-space", "cache-folder", "image", "weights", "native-python",
 ]  # fmt: skip
 
 
@@ -108,6 +108,9 @@ SAID = [
     ("interface-up", "bad_node", 1, WARN, r"no interface has the node's address", r"see address"),
     ("mtu", "bad_fabric", 1, FAIL, r"enp1s0f1np1 1500, and 9000 elsewhere", r"ip link set enp1s0f1np1 mtu 9000"),
     ("link-speed", "bad_fabric", 1, WARN, r"rocep1s0f1 PCIe 10 Gb/s", r"reboot"),
+    ("link-bandwidth", "bad_fabric", 1, FAIL, r"^rocep1s0f1 13 Gb/s to node 0 by ib_write_bw, at least 25 needed",
+     r"unplug that cable.*power away"),
+    ("link-bandwidth", "bad_node", 1, WARN, r"not measured: no ib_write_bw on node 1$", r"apt-get install perftest"),
     ("rdma-device", "bad_node", 1, FAIL, r"no RDMA device belongs to 192\.168\.100\.11; there are: roce.*ACTIVE",
      r"ibdev2netdev"),
     ("second-rail", "bad_fabric", 1, WARN, r"only rocep1s0f1 is used", r"give enP2p1s0f1np1 \(roceP2p1s0f1\) an add"),

@@ -2,11 +2,14 @@
 
 import contextlib
 import io
+import json
 import re
 
 import pytest
+from recorded import context
+from stub_cluster import INSIDE
 
-from launcher import cluster, cluster_life, config, topology
+from launcher import canary, clocks, cluster, cluster_life, config, preflight, topology
 from launcher.errors import LauncherError
 from launcher.settings import REPOSITORY
 
@@ -83,6 +86,49 @@ def standstill(stub, monkeypatch, tmp_path):
     return said_by(cluster_life.status, stub.config())
 
 
+def of_recorded(name):
+    """What `check` prints of recorded nodes."""
+    return lambda stub, monkeypatch, tmp_path: preflight.describe(preflight.run_checks(context(name)))
+
+
+def stuck_clock(stub, monkeypatch, tmp_path):
+    monkeypatch.setattr(clocks, "SAMPLE_EVERY_S", 0.01)
+    stub.api.delay_s = 3
+    stub.clock("worker", 507)
+    return said_by(cluster_life.start, stub.config())
+
+
+def other_library(stub):
+    (stub.books / "inside-exl3-tp2-rank1").write_text(json.dumps({**INSIDE, "nccl": {"/opt/libnccl.so.2": "ff" * 32}}))
+
+
+def hanging_long_question(stub, monkeypatch, tmp_path):
+    question = canary.Question("Which number?", ("4827",), "long", 65, "The number is 4827.", 0.5)
+    monkeypatch.setattr(cluster_life, "questions_of", lambda config: [question])
+    stub.api.longest, stub.api.delay_s = 262_144, 10
+    return said_by(cluster_life.start, stub.config())
+
+
+def long_question_with_little_context(stub, monkeypatch, tmp_path):
+    question = canary.Question("Which number?", ("4827",), "long", 65, "The number is 4827.", 0.5)
+    fact = canary.Question("Which port does the API use?", ("8888",), "fact")
+    monkeypatch.setattr(cluster_life, "questions_of", lambda config: [question, fact])
+    return said_by(cluster_life.start, stub.config())
+
+
+def lost_gpu(stub, monkeypatch, tmp_path):
+    said_by(cluster_life.start, stub.config())
+    stub.fail("rank1 nvidia-smi -L")
+    return said_by(cluster_life.status, stub.config())
+
+
+def status_without_settings(stub, monkeypatch, tmp_path):
+    said_by(cluster_life.start, stub.config())
+    (tmp_path / ".env").write_text("HEAD_IP='\n")
+    monkeypatch.setattr(cluster, "REPOSITORY", tmp_path)
+    return said_by(cluster.main, ["start.sh", "tp2", "status"], {"RUN_DIR": str(stub.run_dir)})
+
+
 def three_nodes(stub, monkeypatch, tmp_path):
     values = {"HEAD_IP": "10.0.0.1", "WORKER_IP": "10.0.0.2", "WORKER2_IP": "10.0.0.3"}
     return said_by(cluster_life.start, config.load(topology.TOPOLOGIES["tp3"], None, ".env.tp3", values))
@@ -104,6 +150,16 @@ PRODUCERS = {
     "none was accepted": start_after(lambda stub: None, SPEC_METHOD="mtp"),
     "still there:": stop_without_a_node,
     "stuck": standstill,
+    "Gb/s to node 0 by ib_write_bw, at least": of_recorded("bad_fabric"),
+    "not measured: no ib_write_bw": of_recorded("bad_node"),
+    "is needed: others hang in sparse attention": start_after(lambda stub: stub.inside(1, flashinfer_python="0.7.1")),
+    "is needed: the plugin's overrides": start_after(lambda stub: stub.inside(1, vllm="0.34.0")),
+    "collectives of different builds": start_after(other_library),
+    "while busy: stuck low": stuck_clock,
+    "for this question are over": hanging_long_question,
+    "tokens is left out": long_question_with_little_context,
+    "its container sees no GPU": lost_gpu,
+    "the settings cannot be used": status_without_settings,
     "cannot start yet": three_nodes,
 }
 
