@@ -145,11 +145,12 @@ def read_stamp(sources: Sources) -> Stamp | None:
 
 
 def overlay_files(folder: Path) -> list[Path]:
-    made = {"build", "__pycache__"}
+    # The CUDA sources and what is compiled from them are not for this environment.
+    others = {"build", "__pycache__", "csrc", "_kernels.so", "_kernels.log"}
     return sorted(
         path
         for path in folder.rglob("*")
-        if path.is_file() and not made & set(path.relative_to(folder).parts) and ".egg-info" not in str(path)
+        if path.is_file() and not others & set(path.relative_to(folder).parts) and ".egg-info" not in str(path)
     )
 
 

@@ -235,6 +235,11 @@ MEMORY = (
 ENGINE = (
     Row("EXL3_FAT_GROUPED", kinds.SWITCH, True, Goes.ENVIRONMENT, Group.ENGINE,
         "Long prompts through the grouped expert kernel. 0 is slower and for comparison."),
+    Row("EXL3_FAT_CROSSOVER", kinds.INTEGER, 32, Goes.ENVIRONMENT, Group.ENGINE,
+        "Steps of up to so many tokens, and in longer ones experts with up to so many rows, stay with exllamav3's "
+        "kernels. 0 leaves all to the grouped kernel.", minimum=0, maximum=128,
+        reason="32 is what owners measured on Sparks with an older grouped kernel; with this one it is not measured. "
+               "A measurement there would make it another number."),
     Row("EXPERT_PARALLEL", kinds.SWITCH, False, Goes.SERVER, Group.ENGINE,
         "Whole experts on each node instead of slices of all. Three nodes need it.", flag="--enable-expert-parallel"),
     Row("PREFIX_CACHE", kinds.SWITCH, True, Goes.SERVER, Group.ENGINE,

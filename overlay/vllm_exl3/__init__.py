@@ -34,4 +34,8 @@ def register() -> None:
         from vllm_exl3 import cpu
 
         cpu.install()
+    else:
+        from vllm_exl3 import few_rows
+
+        few_rows.keep_one_stream()
     _registered = True

@@ -4,18 +4,15 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from vllm_exl3.checkpoint import FUSED_PARTS, KDA_FUSED, Exl3LoadError, Layout, expand_fused
+from vllm_exl3.few_rows import DenseExl3, extension, require_one_stream
 from vllm_exl3.format import HADAMARD_BLOCK, TILE, Exl3FormatError, Exl3Tensors, TensorShape, check_marker, check_slice
 from vllm_exl3.reference import decode_weight
-
-KERNELS_MISSING = (
-    "this build of the EXL3 plugin has no CUDA kernels, so EXL3 weights run on vLLM's CPU platform only; "
-    "see README.md, What is measured and what is not"
-)
 
 
 @dataclass(frozen=True)
@@ -34,6 +31,7 @@ class LoadedPart:
     part: Part
     row_slice: tuple[int, int]  # of the input features
     column_slices: list[tuple[int, int]]  # of the output features, one a shard
+    device: torch.device
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def store(self, name: str, tensor: torch.Tensor) -> None:
@@ -54,14 +52,15 @@ class LoadedPart:
         self.tensors[name] = self._slice(name, tensor)
 
     def _slice(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        # Cloned: a view would keep the whole tensor of the checkpoint alive.
+        # Copied: a view would keep the whole tensor of the checkpoint alive.
         if name != "svh":
             unit = TILE if name == "trellis" else 1
             tensor = tensor[self.row_slice[0] // unit : self.row_slice[1] // unit]
         if name == "suh":
-            return tensor.clone()
+            return tensor.to(self.device, copy=True)
         unit, dim = (TILE, 1) if name == "trellis" else (1, 0)
-        return torch.cat([tensor.narrow(dim, a // unit, (b - a) // unit) for a, b in self.column_slices], dim)
+        columns = torch.cat([tensor.narrow(dim, a // unit, (b - a) // unit) for a, b in self.column_slices], dim)
+        return columns.to(self.device)
 
     def missing(self) -> list[str]:
         marker = self.part.shape.codebook.marker
@@ -121,7 +120,8 @@ class Exl3LinearMethod(LinearMethodBase):
                 columns = [_head_blocks(layer, part.shape, rank)]
             else:
                 columns = _shard_columns(part, [out_sizes[shard] for shard in part.shards], rank, layer.tp_size)
-            return LoadedPart(part, _checked(rows, full_in, part.shape.in_features), columns)
+            device = torch.empty(0).device  # vLLM builds layers under the device that they are to live on
+            return LoadedPart(part, _checked(rows, full_in, part.shape.in_features), columns, device)
         except Exl3FormatError as error:
             raise Exl3LoadError(
                 f"{part.module}: {part.shape} cannot be cut for rank {rank} of {layer.tp_size}, which needs inputs "
@@ -231,13 +231,102 @@ class Exl3CpuLinearMethod(Exl3LinearMethod):
 
 
 class Exl3CudaLinearMethod(Exl3LinearMethod):
-    """EXL3 on a GPU. Its kernels are not part of this build, and nothing slower takes their place."""
+    """EXL3 on a GPU: one product for each matrix of the checkpoint, native ones in their own type, side by side."""
 
-    def create_weights(self, layer, *sizes, **extra_weight_attrs):
-        raise Exl3LoadError(f"{self.parts[0].module}: {KERNELS_MISSING}")
+    def create_weights(
+        self, layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype,
+        **extra_weight_attrs,
+    ):  # fmt: skip
+        require_one_stream(self.parts[0].module, get_current_vllm_config().parallel_config.num_ubatches)
+        extension()
+        sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype)
+        super().create_weights(layer, *sizes, **extra_weight_attrs)
+        self.output_sizes = output_partition_sizes
+        self.native = {part.shards[0]: part.module for part in self.parts if not part.shape}
+        if self.native:
+            # Only the native rows: a whole weight in every mixed layer would not fit.
+            rows = sum(output_partition_sizes[shard] for shard in self.native)
+            weight = torch.nn.Parameter(
+                torch.empty(rows, input_size_per_partition, dtype=params_dtype), requires_grad=False
+            )  # fmt: skip
+            weight.weight_loader = self._native_loader(layer)
+            layer.register_parameter("weight", weight)
+            self.native_loaded: set[int] = set()
 
-    def apply(self, layer, x, bias=None):
-        raise Exl3LoadError(f"{self.parts[0].module}: {KERNELS_MISSING}")
+    def _native_loader(self, layer):
+        def load(parameter, tensor: torch.Tensor, shard_id: int | None = None) -> None:
+            if shard_id not in self.native:
+                raise Exl3LoadError(f"{self.parts[0].module}: .weight arrived for shard {shard_id}, which is EXL3")
+            first, size = self._native_rows(shard_id)
+            place = slice(first, first + size)
+            parameter.data[place].copy_(_rank_rows(f"{self.native[shard_id]}.weight", tensor, size, layer))
+            self.native_loaded.add(shard_id)
+
+        return load
+
+    def _native_rows(self, shard: int) -> tuple[int, int]:
+        """Where a native shard lies in the weight: (first row, rows)."""
+        return sum(self.output_sizes[other] for other in self.native if other < shard), self.output_sizes[shard]
+
+    def process_weights_after_loading(self, layer) -> None:
+        absent = [(self.native[shard], ["weight"]) for shard in self.native if shard not in self.native_loaded]
+        refuse_incomplete([(loaded.part.module, loaded.missing()) for loaded in layer.exl3_parts] + absent)
+        self.columns = self._output_columns(layer)
+        self.dense = {
+            loaded.part.shards[0]: DenseExl3(*(loaded.tensors[name] for name in ("trellis", "suh", "svh")),
+                                             loaded.part.shape.codebook)
+            for loaded in layer.exl3_parts
+        }  # fmt: skip
+        for name in ("trellis", "suh", "svh", "mcg", "mul1"):
+            if hasattr(layer, name):
+                delattr(layer, name)
+        del layer.exl3_parts
+
+    def _output_columns(self, layer) -> dict[int, tuple[int, int, int]]:
+        """Of each EXL3 part, by its first shard: the product's columns [first, last) that the layer gives, and the
+        zeros after them. Stored matrices are padded, and a head's part may begin inside a block."""
+        columns = {}
+        for loaded in layer.exl3_parts:
+            size = sum(self.output_sizes[shard] for shard in loaded.part.shards)
+            first, used = 0, size
+            if isinstance(layer, ParallelLMHead):
+                first_token = layer.tp_rank * layer.num_embeddings_per_partition
+                first = first_token - loaded.column_slices[0][0]
+                used = max(0, min(size, layer.org_vocab_size - first_token))
+            columns[loaded.part.shards[0]] = (first, first + used, size - used)
+        return columns
+
+    def apply(self, layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        outputs = [self._part_output(layer, part, rows) for part in self.parts]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        out = out.view(*x.shape[:-1], out.shape[-1])
+        return out if bias is None else out + bias
+
+    def _part_output(self, layer, part: Part, rows: torch.Tensor) -> torch.Tensor:
+        shard = part.shards[0]
+        if not part.shape:
+            first, size = self._native_rows(shard)
+            return F.linear(rows, layer.weight[first : first + size])
+        dense, (first, last, zeros) = self.dense[shard], self.columns[shard]
+        padding = dense.suh.shape[0] - rows.shape[-1]
+        product = dense.apply(F.pad(rows, (0, padding)) if padding else rows)
+        if (first, last) != (0, product.shape[-1]):
+            product = product[:, first:last]
+        product = F.pad(product, (0, zeros)) if zeros else product
+        return product.contiguous()
+
+
+def _rank_rows(name: str, tensor: torch.Tensor, rows: int, layer) -> torch.Tensor:
+    """This rank's rows of a native matrix: all of them where they are as many as the shard has."""
+    if tensor.shape[0] == rows * layer.tp_size and layer.tp_size > 1:
+        return tensor[layer.tp_rank * rows : (layer.tp_rank + 1) * rows]
+    if tensor.shape[0] != rows or tensor.shape[1] != layer.input_size_per_partition:
+        raise Exl3LoadError(
+            f"{name}: is {list(tensor.shape)}, expected {rows} rows for each of {layer.tp_size} ranks and "
+            f"{layer.input_size_per_partition} columns"
+        )
+    return tensor
 
 
 def refuse_incomplete(missing: list[tuple[str, list[str]]]) -> None:

@@ -1,11 +1,15 @@
 """EXL3 for vLLM's routed experts."""
 
 import torch
+from vllm.config import CUDAGraphMode, get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.platforms import current_platform
 
+from vllm_exl3 import ops
 from vllm_exl3.checkpoint import Exl3LoadError, Layout
+from vllm_exl3.few_rows import require_one_stream
 from vllm_exl3.format import (
     HADAMARD_BLOCK,
     TILE,
@@ -15,8 +19,13 @@ from vllm_exl3.format import (
     check_marker,
     check_slice,
 )  # fmt: skip
-from vllm_exl3.linear import KERNELS_MISSING, refuse_incomplete
+from vllm_exl3.gpu_experts import GpuExperts, Many, Plan, has_shared_suh, make_plan
+from vllm_exl3.linear import refuse_incomplete
+from vllm_exl3.ops import PackedExperts
 from vllm_exl3.reference import decode_weight, moe_forward
+from vllm_exl3.switches import switches
+
+logger = init_logger("vllm.exl3")
 
 PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # vLLM's shard ids
 
@@ -200,10 +209,57 @@ class Exl3CpuMoEMethod(Exl3MoEMethod):
 
 
 class Exl3CudaMoEMethod(Exl3MoEMethod):
-    """EXL3 experts on a GPU. The kernels are not part of this build, and nothing slower takes their place."""
+    """EXL3 experts on a GPU. The packed tensors stay as they were loaded; every kernel reads them."""
 
-    def create_weights(self, layer, *sizes, **extra_weight_attrs):
-        raise Exl3LoadError(f"{self.experts}: {KERNELS_MISSING}")
+    def create_weights(
+        self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+    ):
+        vllm_config = get_current_vllm_config()
+        require_one_stream(self.experts, vllm_config.parallel_config.num_ubatches)
+        ops.load()
+        sizes = (num_experts, hidden_size, intermediate_size_per_partition, params_dtype)
+        super().create_weights(layer, *sizes, **extra_weight_attrs)
+        self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.plan = self._make_plan()
+        if self.plan.many is Many.DECODED and vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            raise Exl3LoadError(
+                f"{self.experts}: EXL3_FAT_GROUPED=0 reads the routing on the host, which a CUDA graph cannot hold; "
+                f"start with --enforce-eager, or without EXL3_FAT_GROUPED"
+            )
+
+    def _make_plan(self) -> Plan:
+        gate, down = self.shapes["w1"], self.shapes["w2"]
+        major = current_platform.get_device_capability().major
+        try:
+            return make_plan((gate.bits, down.bits), {gate.codebook, down.codebook}, switches(), major)
+        except Exl3LoadError as error:
+            raise Exl3LoadError(f"{self.experts}: {error}") from error
+
+    def process_weights_after_loading(self, layer) -> None:
+        self.check_complete(layer)
+        packed = {
+            f"{stack}_{name}": getattr(layer, f"{stack}_{name}").data
+            for stack in ("w13", "w2")
+            for name in ("trellis", "suh", "svh")
+        }
+        shape, shared = self.shapes["w1"], has_shared_suh(packed["w13_suh"])
+        self.gpu_experts = GpuExperts(
+            PackedExperts(**packed, codebook=shape.codebook, shared_suh=shared),
+            limit=layer.swiglu_limit, top_k=layer.moe_config.experts_per_token, max_tokens=self.max_tokens,
+            plan=self.plan,
+        )  # fmt: skip
+        self._log(layer, shape, shared)
+
+    def _log(self, layer, shape: TensorShape, shared: bool) -> None:
+        """One line for each kind of layer."""
+        decoder = "" if ops.is_tuned(shape.bits, shape.codebook) else ", for which it has only its generic decoder"
+        scales = "shared by gate and up" if shared else "of gate and up their own, so that rows are gathered twice"
+        logger.info_once(
+            "exl3: %d experts of %g bits %s on this rank: %s%s; input scales %s; %d bytes of scratch for %d tokens",
+            layer.local_num_experts, shape.bits, shape.codebook.value, str(self.plan), decoder, scales,
+            self.gpu_experts.scratch_bytes, self.max_tokens,
+        )  # fmt: skip
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
-        raise Exl3LoadError(f"{self.experts}: {KERNELS_MISSING}")
+        """This rank's partial sum [tokens, hidden] in x's dtype; vLLM adds shared experts and reduces."""
+        return self.gpu_experts.run(x, topk_ids, topk_weights, layer.expert_map)

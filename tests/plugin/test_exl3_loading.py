@@ -100,7 +100,8 @@ def test_a_tensor_that_arrives_twice_is_refused():
     from vllm_exl3.format import TensorShape
     from vllm_exl3.linear import LoadedPart, Part
 
-    loaded = LoadedPart(Part("m", (0,), TensorShape(128, 128, 4, Codebook.MCG)), (0, 128), [(0, 128)])
+    part = Part("m", (0,), TensorShape(128, 128, 4, Codebook.MCG))
+    loaded = LoadedPart(part, (0, 128), [(0, 128)], torch.device("cpu"))
     loaded.store("suh", torch.zeros(128, dtype=torch.float16))
     with pytest.raises(Exl3LoadError, match=r"m\.suh: is in the checkpoint twice"):
         loaded.store("suh", torch.zeros(128, dtype=torch.float16))
@@ -109,16 +110,59 @@ def test_a_tensor_that_arrives_twice_is_refused():
     assert loaded.missing() == ["trellis", "svh", "mcg"]
 
 
-def test_a_gpu_says_that_the_kernels_are_missing(monkeypatch):
+# On a GPU
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """vLLM's platform says that it is no CPU; nothing is computed."""
+    from vllm_exl3 import linear, ops
+
+    monkeypatch.setattr(type(linear.current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "1")
+    ops.load.cache_clear()
+    yield
+    ops.load.cache_clear()
+
+
+def dense_method():
     from vllm_exl3 import linear
     from vllm_exl3.checkpoint import Layout
     from vllm_exl3.format import TensorShape
 
-    monkeypatch.setattr(type(linear.current_platform), "is_cpu", lambda self: False)
     layout = Layout({"layers.0.mlp.down_proj": TensorShape(128, 128, 4, Codebook.MCG)}, frozenset())
-    method = linear.method_for(layout, "layers.0.mlp.down_proj", torch.nn.Identity())
-    with pytest.raises(Exl3LoadError, match=r"layers\.0\.mlp\.down_proj: this build .* no CUDA kernels"):
-        method.create_weights(None, 128, [128], 128, 128, torch.bfloat16)
+    return linear.method_for(layout, "layers.0.mlp.down_proj", torch.nn.Identity())
+
+
+def experts_method():
+    from types import SimpleNamespace
+
+    from vllm_exl3 import moe
+    from vllm_exl3.checkpoint import Layout
+    from vllm_exl3.format import TensorShape
+
+    name = "layers.1.mlp.experts.0.gate_proj"
+    layout = Layout({name: TensorShape(128, 128, 4, Codebook.MCG)}, frozenset())
+    return moe.method_for(layout, "layers.1.mlp.experts", SimpleNamespace())
+
+
+def test_a_gpu_needs_the_kernels(as_on_a_gpu, monkeypatch, tmp_path):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm_exl3 import ops
+
+    monkeypatch.setattr(ops, "LIBRARY", tmp_path / "_kernels.so")
+    with set_current_vllm_config(VllmConfig()), pytest.raises(Exl3LoadError, match=r"_kernels\.so: is not there.*pip"):
+        experts_method().create_weights(None, 1, 128, 128, torch.bfloat16)
+
+
+def test_a_gpu_needs_exllamav3(as_on_a_gpu, monkeypatch):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm_exl3 import few_rows
+
+    monkeypatch.setattr(few_rows, "EXTENSION", "exllamav3_ext_that_is_not_there")
+    few_rows.extension.cache_clear()
+    with set_current_vllm_config(VllmConfig()), pytest.raises(Exl3LoadError, match=r"install exllamav3 1\.6\.5"):
+        dense_method().create_weights(None, 128, [128], 128, 128, torch.bfloat16)
 
 
 # Registration

@@ -1,0 +1,141 @@
+"""One engine of the proof, in a process of its own: starts vLLM, answers prompts, writes what it said.
+
+python arm.py '{"name": ..., "model": ..., "out": ..., "options": {...}, "oracle": true, "tables": true}'
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ |= {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer would compile it first
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+
+import torch
+
+MAX_LENGTH = 4096
+TOKENS = 16  # new ones of each request
+BESIDES = 8  # log-probabilities of other tokens, to tell a near-tie
+# Steps of one row, of few rows, of both kernels side by side, and of the grouped kernel almost alone.
+LENGTHS = (5, 40, 700, 17, 130, 1, 300, 1500)
+AT_ONCE = (1, 2, 4, 8)
+TABLE_LENGTHS = (3, 40, 130, 300)
+
+
+def prompts(model: Path, lengths, seed: int) -> list[list[int]]:
+    """Random tokens; for a trained model its own conversations, since others leave it undecided."""
+    if not (model / "tokenizer.json").is_file():
+        vocab, generator = vocabulary(model), torch.Generator().manual_seed(seed)
+        return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+    stream = [token for one in conversations(model)[seed::3] for token in one]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [stream[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def conversations(model: Path) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    from tools.local_model.corpus import encode, held_out_samples
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return [encode(sample, tokenizer)[0] for sample in held_out_samples()]
+
+
+def vocabulary(model: Path) -> int:
+    return json.loads((model / "config.json").read_text())["text_config"]["vocab_size"]
+
+
+def table_prompts(model: Path) -> list[list[int]]:
+    if (model / "tokenizer.json").is_file():
+        return conversations(model)[::101]
+    return prompts(model, TABLE_LENGTHS, seed=2)
+
+
+def start(model: str, options: dict):
+    import vllm_exl3
+    from vllm import LLM
+
+    vllm_exl3.register()
+    return LLM(
+        model, dtype="bfloat16", max_model_len=MAX_LENGTH, max_num_seqs=8, max_num_batched_tokens=2048,
+        gpu_memory_utilization=0.1, enable_prefix_caching=False, skip_tokenizer_init=True, seed=0,
+        kernel_config={"enable_flashinfer_autotune": False},
+        additional_config={"kda_prefill_backend": "triton"},
+        **options,
+    )  # fmt: skip
+
+
+def sampling(**more):
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False, **more)
+
+
+def answers(llm, asked: list[list[int]]) -> dict[str, list]:
+    """Requests at once -> per request its tokens and, at each step, the most likely ones' log-probabilities."""
+    result = {}
+    for count in AT_ONCE:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in asked[:count]], sampling(logprobs=BESIDES), use_tqdm=False
+        )
+        result[str(count)] = [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "logprobs": [{str(t): row[t].logprob for t in row} for row in output.outputs[0].logprobs],
+            }
+            for output in outputs
+        ]
+    return result
+
+
+def tables(llm, asked: list[list[int]], vocab: int) -> list[dict]:
+    """Per prompt all its tokens, and the log-probabilities [positions, vocabulary] from the second token on."""
+    result = []
+    every = sampling(logprobs=vocab, prompt_logprobs=vocab)
+    for output in llm.generate([{"prompt_token_ids": prompt} for prompt in asked], every, use_tqdm=False):
+        rows = output.prompt_logprobs[1:] + output.outputs[0].logprobs
+        table = torch.tensor([[row[token].logprob for token in range(vocab)] for row in rows])
+        result.append({"tokens": output.prompt_token_ids + list(output.outputs[0].token_ids), "table": table})
+    return result
+
+
+class Clock:
+    def __init__(self, name: str) -> None:
+        self.name, self.begin = name, time.monotonic()
+
+    def say(self, what: str) -> None:
+        print(f"{self.name}: {time.monotonic() - self.begin:6.1f} s  {what}", flush=True)
+
+
+def main() -> None:
+    arm = json.loads(sys.argv[1])
+    clock, out = Clock(arm["name"]), Path(arm["out"])
+    model = Path(arm["model"])
+    vocab, asked = vocabulary(model), prompts(model, LENGTHS, seed=1)
+    llm = start(arm["model"], arm["options"] | ({"max_logprobs": vocab} if arm.get("tables") else {}))
+    clock.say("engine is up")
+    said = {"kernels": answers(llm, asked)}
+    clock.say(f"answered {', '.join(map(str, AT_ONCE))} requests at once")
+    again = answers(llm, asked)
+    said["repeats"] = [n for n in said["kernels"] if again[n] != said["kernels"][n]]
+    clock.say("answered them again")
+    if arm.get("tables"):
+        torch.save(tables(llm, table_prompts(model), vocab), out / f"{arm['name']}.tables.pt")
+        clock.say("gave its tables")
+    if arm.get("oracle"):
+        import oracle_mode
+
+        oracle_mode.install()
+        said["oracle"] = answers(llm, asked)
+        clock.say("answered through the PyTorch decoder")
+    (out / f"{arm['name']}.json").write_text(json.dumps(said))
+    clock.say("done")
+    os._exit(0)  # nothing that vLLM does at exit is part of the proof
+
+
+if __name__ == "__main__":
+    main()
