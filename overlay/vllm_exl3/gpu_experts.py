@@ -1,8 +1,8 @@
 """A layer's routed experts on a GPU: which kernel takes which rows, and the scratch they work in. No vLLM import.
 
-Steps of up to `few.most` tokens run on exllamav3's kernels alone; the host sees that from the shape. In longer steps
-the grouped kernel takes all or, where `few.split`, exllamav3's fused kernel the experts with up to `few.most` rows and
-the grouped kernel the others: every row is taken exactly once, and the grouped kernel adds both up in a fixed order.
+Steps of up to `few.most` tokens run on exllamav3's kernels alone; the host sees that from the shape. In steps of up to
+`few.split_until` tokens exllamav3's fused kernel takes the experts with up to `few.most` rows and the grouped kernel the
+others: every row is taken exactly once, and the grouped kernel adds both up in a fixed order. Longer steps are its own.
 """
 
 import functools
@@ -38,7 +38,7 @@ class Plan:
     def __str__(self) -> str:
         if not self.few.most:
             return self.many.value
-        split = f", in longer steps up to {self.few.most} rows of an expert" if self.few.split else ""
+        split = f" (of an expert in steps of up to {self.few.split_until})" if self.few.split_until else ""
         return f"exllamav3's kernels up to {self.few.most} tokens{split}, above {self.many.value}"
 
 
@@ -55,7 +55,7 @@ def make_plan(bits: tuple[float, float], codebooks: set[Codebook], switches: Swi
             f"EXL3_FAT_GROUPED=0 serves such a checkpoint, more slowly"
         )
     has_fused_kernel = is_one_rate and bits[0] == int(bits[0]) and codebook is not Codebook.THREE_INST
-    few = switches.few(capability_major) if has_fused_kernel else Few(0, split=False)
+    few = switches.few(capability_major) if has_fused_kernel else Few(0, 0)
     return Plan(few, Many.GROUPED if switches.fat_grouped else Many.DECODED)
 
 
@@ -78,7 +78,7 @@ class Scratch:
 
     def __init__(self, g: Geometry) -> None:
         few = g.plan.few
-        few_tokens = g.max_tokens if few.split else min(g.max_tokens, few.most)
+        few_tokens = min(g.max_tokens, max(few.most, few.split_until))
         sizes = [few_tokens * g.hidden * 2]
         if g.plan.many is Many.GROUPED:
             sizes.append(ops.workspace_bytes(g.max_tokens, g.top_k, g.experts, g.hidden, g.width))
@@ -126,7 +126,7 @@ class GpuExperts:
         self.scratch = shared_scratch(Geometry(device, *sizes, top_k, max_tokens, plan))
         self.few = None
         if plan.few.most:
-            partition = max_tokens if plan.few.split and max_tokens > plan.few.most else 0
+            partition = min(max_tokens, plan.few.split_until) if max_tokens > plan.few.most else 0
             self.few = FusedExperts(
                 experts, limit=limit, top_k=top_k, cap=plan.few.most, partition_tokens=partition
             )  # fmt: skip
@@ -149,12 +149,12 @@ class GpuExperts:
             raise RuntimeError(f"{x.shape[0]} tokens in a step: scratch was made for {self.max_tokens} at most")
         x, weights = x.contiguous(), topk_weights.float().contiguous()
         ids = topk_ids.to(torch.int32).contiguous()
-        is_short = x.shape[0] <= self.plan.few.most
-        if not is_short and not self.plan.few.split:
+        tokens, few = x.shape[0], self.plan.few
+        if tokens > max(few.most, few.split_until):
             return self._run_many(x, ids, weights, expert_map, None)
-        sums = self.scratch.sums[: x.shape[0]]
+        sums = self.scratch.sums[:tokens]
         step = self._fp16(x), local_slots(ids, expert_map), weights, sums
-        if is_short:
+        if tokens <= few.most:
             self.few.run(*step)
             return sums.to(x.dtype)
         self.few.run_partition(*step)
@@ -171,7 +171,7 @@ class GpuExperts:
         out = torch.empty_like(x)
         ops.fat_moe(
             x, ids, weights, self.experts, out=out, workspace=self.scratch.workspace, limit=self.limit,
-            expert_map=expert_map, min_rows=self.plan.few.most_split + 1, addend=addend,
+            expert_map=expert_map, min_rows=self.plan.few.most_rows(x.shape[0]) + 1, addend=addend,
         )  # fmt: skip
         return out
 
@@ -182,7 +182,7 @@ class GpuExperts:
         if addend is None:
             sums.zero_()
         counts = torch.bincount(slots[slots >= 0], minlength=self.experts.count).tolist()
-        for expert in [expert for expert, count in enumerate(counts) if count > self.plan.few.most_split]:
+        for expert in [expert for expert, count in enumerate(counts) if count > self.plan.few.most_rows(x.shape[0])]:
             token, place = (slots == expert).nonzero(as_tuple=True)
             for rows in torch.arange(len(token), device=x.device).split(DECODED_ROWS):
                 picked = token[rows]

@@ -11,22 +11,24 @@ MOST_FEW_ROWS = 128
 
 
 class Few(NamedTuple):
-    """What exllamav3's kernels get: steps of up to `most` tokens and, with `split`, in longer steps the experts with
-    up to `most` rows."""
+    """What exllamav3's kernels get: steps of up to `most` tokens, and in longer steps of up to `split_until` tokens the
+    experts with up to `most` rows."""
 
     most: int
-    split: bool
+    split_until: int
 
-    @property
-    def most_split(self) -> int:
-        """Rows of an expert that are theirs in a longer step."""
-        return self.most if self.split else 0
+    def most_rows(self, tokens: int) -> int:
+        """Rows of an expert that are theirs in a step of more than `most` tokens."""
+        return self.most if tokens <= self.split_until else 0
 
 
-# By the GPU's major capability: on a Spark (12) what owners measured with an older grouped kernel; on Hopper (9) what
-# was measured there, where the grouped kernel is the faster one from nine tokens on, however few rows an expert has.
-FEW = {9: Few(8, split=False), 12: Few(32, split=True)}
-FEW_ELSEWHERE = Few(32, split=True)
+# Splitting needs a buffer row for each row of theirs. In longer steps of GLM-5.3-Flash few experts have so few rows.
+SPLIT_UNTIL = 16  # times `most`
+
+# By the GPU's major capability: on a Spark (12) what owners measured with an older grouped kernel; on Hopper (9) what was
+# measured there: the grouped kernel is as fast at 8 tokens and faster at 32, however few rows an expert has.
+FEW = {9: Few(8, 0), 12: Few(32, SPLIT_UNTIL * 32)}
+FEW_ELSEWHERE = FEW[12]
 
 
 class SwitchError(ValueError):
@@ -44,7 +46,7 @@ class Switches:
 
     def few(self, capability_major: int) -> Few:
         if self.fat_crossover is not None:
-            return Few(self.fat_crossover, split=self.fat_crossover > 0)
+            return Few(self.fat_crossover, SPLIT_UNTIL * self.fat_crossover)
         return FEW.get(capability_major, FEW_ELSEWHERE)
 
 

@@ -14,10 +14,10 @@ DEVICE = "cuda"
 HIDDEN, WIDTH, EXPERTS, TOP_K, LIMIT = 512, 256, 24, 8, 10.0
 CAP, MAX_TOKENS = 32, 2048
 PLANS = {
-    "grouped": Plan(Few(CAP, split=True), Many.GROUPED),
-    "decoded": Plan(Few(CAP, split=True), Many.DECODED),
-    "short": Plan(Few(8, split=False), Many.GROUPED),
-    "alone": Plan(Few(0, split=False), Many.GROUPED),
+    "grouped": Plan(Few(CAP, 512), Many.GROUPED),
+    "decoded": Plan(Few(CAP, 512), Many.DECODED),
+    "short": Plan(Few(8, 0), Many.GROUPED),
+    "alone": Plan(Few(0, 0), Many.GROUPED),
 }
 # Both sides of the cap, and of a tile.
 COUNTS = (0, 1, 2, 31, 32, 33, 64, 127, 128, 129, 200)

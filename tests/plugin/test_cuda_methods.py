@@ -54,7 +54,7 @@ class DecodedExperts:
 
     def __init__(self, experts: PackedExperts, *, limit, top_k, max_tokens, plan) -> None:
         assert all(tensor.is_contiguous() for tensor in (experts.w13_trellis, experts.w2_trellis, experts.w13_suh))
-        assert plan == Plan(Few(32, split=True), Many.GROUPED) and top_k == 2 and max_tokens >= 1
+        assert plan == Plan(Few(32, 512), Many.GROUPED) and top_k == 2 and max_tokens >= 1
         self.weights, self.limit = decoded(experts), limit
 
     def run(self, x, topk_ids, topk_weights, expert_map=None):
@@ -123,7 +123,7 @@ def test_native_rows_are_cut_for_the_rank():
 
 CAP, EXPERTS, HIDDEN, WIDTH, TOP_K, TOKENS = 4, 6, 256, 128, 2, 40
 SPLIT, SHORT, ALONE = (
-    Plan(Few(most, split), Many.GROUPED) for most, split in ((CAP, True), (CAP, False), (0, False))
+    Plan(Few(most, until), Many.GROUPED) for most, until in ((CAP, 30), (CAP, 0), (0, 0))
 )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def random_experts() -> PackedExperts:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("tokens", [1, CAP, CAP + 1, TOKENS])
+@pytest.mark.parametrize("tokens", [1, CAP, CAP + 1, 30, 31, TOKENS])
 @pytest.mark.parametrize("plan", [SPLIT, SHORT, ALONE], ids=str)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_every_row_is_taken_once(gpu_layer, plan, tokens, mapped):

@@ -11,14 +11,14 @@ SPARK, HOPPER = 12, 9
 
 def test_defaults():
     assert parse({}) == parse({"EXL3_FAT_GROUPED": "", "EXL3_FAT_CROSSOVER": " "}) == Switches(True, None)
-    assert Switches().few(SPARK) == Few(32, split=True)
-    assert Switches().few(HOPPER).most_split == 0 < Switches().few(HOPPER).most
+    assert Switches().few(SPARK) == Few(32, 512)
+    assert Switches().few(HOPPER) == Few(8, 0)
 
 
 @pytest.mark.parametrize("text, rows", [("0", 0), ("1", 1), ("128", 128), (" 16 ", 16)])
 def test_crossover_overrules_the_device(text, rows):
     for device in (SPARK, HOPPER):
-        assert parse({"EXL3_FAT_CROSSOVER": text}).few(device) == Few(rows, split=rows > 0)
+        assert parse({"EXL3_FAT_CROSSOVER": text}).few(device) == Few(rows, 16 * rows)
 
 
 @pytest.mark.parametrize("text", ["129", "-1", "3.5", "many", "٣"])
@@ -38,26 +38,26 @@ def plan(bits=(4, 4), codebooks=(Codebook.MCG,), **switches) -> Plan:
 
 
 def test_plan_splits_between_both_kernels():
-    assert plan() == Plan(Few(32, split=True), Many.GROUPED)
-    assert plan(fat_grouped=False) == Plan(Few(32, split=True), Many.DECODED)
+    assert plan() == Plan(Few(32, 512), Many.GROUPED)
+    assert plan(fat_grouped=False) == Plan(Few(32, 512), Many.DECODED)
     assert str(plan()) == (
-        "exllamav3's kernels up to 32 tokens, in longer steps up to 32 rows of an expert, above grouped kernel"
+        "exllamav3's kernels up to 32 tokens (of an expert in steps of up to 512), above grouped kernel"
     )
 
 
 @pytest.mark.parametrize("bits, codebook", [(4, Codebook.THREE_INST), (2.5, Codebook.MUL1)])
 def test_what_the_fused_kernel_lacks_is_all_for_the_grouped_one(bits, codebook):
-    assert plan((bits, bits), [codebook]) == Plan(Few(0, split=False), Many.GROUPED)
+    assert plan((bits, bits), [codebook]) == Plan(Few(0, 0), Many.GROUPED)
 
 
 def test_crossover_of_zero_leaves_nothing_to_exllamav3():
-    assert plan(fat_crossover=0) == Plan(Few(0, split=False), Many.GROUPED)
+    assert plan(fat_crossover=0) == Plan(Few(0, 0), Many.GROUPED)
 
 
 def test_two_rates_in_a_layer_are_refused_with_a_way_out():
     with pytest.raises(Exl3LoadError, match=r"gate and up have 4 bits and down 5, .* EXL3_FAT_GROUPED=0"):
         plan((4, 5))
-    assert plan((4, 5), fat_grouped=False) == Plan(Few(0, split=False), Many.DECODED)
+    assert plan((4, 5), fat_grouped=False) == Plan(Few(0, 0), Many.DECODED)
 
 
 def test_two_codebooks_in_a_layer_are_refused():
