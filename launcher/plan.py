@@ -71,7 +71,7 @@ def serve(values: Mapping[str, object], python: Path) -> list[str]:
 SERVER_FLAGS = (
     # Tools and reasoning in the form of GLM-5.3's chat template.
     "--enable-auto-tool-choice", "--tool-call-parser", "glm47", "--reasoning-parser", "glm47",
-    # The type in which the reference comparison holds; vLLM's CPU experts take no other.
+    # As on a GPU; what the CPU computes in fp32 nevertheless is in overlay/vllm_exl3/cpu/precision.py.
     "--dtype", "bfloat16",
     # The model is small: compiling it takes longer than it saves.
     "--enforce-eager",

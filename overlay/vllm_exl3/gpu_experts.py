@@ -1,8 +1,9 @@
 """A layer's routed experts on a GPU: which kernel takes which rows, and the scratch they work in. No vLLM import.
 
-Steps of up to `few.most` tokens run on exllamav3's kernels alone; the host sees that from the shape. In steps of up to
-`few.split_until` tokens exllamav3's fused kernel takes the experts with up to `few.most` rows and the grouped kernel the
-others: every row is taken exactly once, and the grouped kernel adds both up in a fixed order. Longer steps are its own.
+Steps of up to `few.most` tokens run on exllamav3's kernels alone; the host sees that from the shape. In steps of
+up to `few.split_until` tokens exllamav3's fused kernel takes the experts with up to `few.most` rows and the grouped
+kernel the others: every row is taken exactly once, and the grouped kernel adds both up in a fixed order. Longer
+steps are its own.
 """
 
 import functools

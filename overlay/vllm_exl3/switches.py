@@ -25,8 +25,8 @@ class Few(NamedTuple):
 # Splitting needs a buffer row for each row of theirs. In longer steps of GLM-5.3-Flash few experts have so few rows.
 SPLIT_UNTIL = 16  # times `most`
 
-# By the GPU's major capability: on a Spark (12) what owners measured with an older grouped kernel; on Hopper (9) what was
-# measured there: the grouped kernel is as fast at 8 tokens and faster at 32, however few rows an expert has.
+# By the GPU's major capability: on a Spark (12) what owners measured with an older grouped kernel; on Hopper (9) what
+# was measured there: the grouped kernel is as fast at 8 tokens and faster at 32, however few rows an expert has.
 FEW = {9: Few(8, 0), 12: Few(32, SPLIT_UNTIL * 32)}
 FEW_ELSEWHERE = FEW[12]
 
