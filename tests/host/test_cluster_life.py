@@ -271,7 +271,7 @@ def test_what_is_inside_is_recorded_and_its_check_can_be_left_out(cluster_stub):
 
 def answer_slowly(cluster_stub, monkeypatch):
     monkeypatch.setattr(clocks, "SAMPLE_EVERY_S", 0.01)
-    cluster_stub.api.delay_s = 3
+    cluster_stub.api.delay_s = 1
 
 
 def test_a_clock_that_is_stuck_low_ends_the_start(cluster_stub, capsys, monkeypatch):

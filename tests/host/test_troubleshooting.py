@@ -93,7 +93,7 @@ def of_recorded(name):
 
 def stuck_clock(stub, monkeypatch, tmp_path):
     monkeypatch.setattr(clocks, "SAMPLE_EVERY_S", 0.01)
-    stub.api.delay_s = 3
+    stub.api.delay_s = 1
     stub.clock("worker", 507)
     return said_by(cluster_life.start, stub.config())
 
