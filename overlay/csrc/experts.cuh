@@ -26,8 +26,8 @@ static_assert(kComputeThreads * kComputeRegisters + kGroupThreads * kCopyRegiste
 constexpr int kBlocks = kTileRows / kRowBlock;  // of 16 rows in a tile
 constexpr int kStreams = 2;
 constexpr int kEpilogueRows = 32;
-constexpr int kQueue = 4;  // tiles that the copying warp may be ahead
-constexpr int kRingBytes = 64 << 10, kEpilogueBytes = kEpilogueRows * kStreams * kBlock * 4;
+constexpr int kQueue = 4;  // tiles that the copying warps may be ahead
+constexpr int kRingBytes = 64 << 10;
 
 template <class D, Pass kPass>
 struct Rings {

@@ -1,6 +1,8 @@
 // Rows in, and sums out.
 #include <cuda_bf16.h>
 
+#include <type_traits>
+
 #include "kernels.h"
 #include "trellis.h"
 
