@@ -62,7 +62,7 @@ def test_only_the_binding_includes_torch():
 
 
 @pytest.fixture(scope="session")
-def library(compiled_early):
+def library():
     """Built for both architectures where nvcc is; object files are kept in overlay/build, so only once."""
     try:
         build_kernels.find_toolchain()
