@@ -148,6 +148,8 @@ class GpuExperts:
         is to decode. Raises RuntimeError for more tokens than scratch was made for."""
         if x.shape[0] > self.max_tokens:
             raise RuntimeError(f"{x.shape[0]} tokens in a step: scratch was made for {self.max_tokens} at most")
+        if not x.shape[0]:
+            return torch.empty_like(x)
         x, weights = x.contiguous(), topk_weights.float().contiguous()
         ids = topk_ids.to(torch.int32).contiguous()
         tokens, few = x.shape[0], self.plan.few

@@ -22,7 +22,8 @@ class Few(NamedTuple):
         return self.most if tokens <= self.split_until else 0
 
 
-# Splitting needs a buffer row for each row of theirs. In longer steps of GLM-5.3-Flash few experts have so few rows.
+# Splitting needs a buffer row for each row of theirs. On an H200 the grouped kernel is faster alone long before that;
+# on a Spark neither way was measured in longer steps, so that memory decides.
 SPLIT_UNTIL = 16  # times `most`
 
 # By the GPU's major capability: on a Spark (12) what owners measured with an older grouped kernel; on Hopper (9) what

@@ -193,6 +193,13 @@ def test_every_row_is_taken_once(gpu_layer, plan, tokens, mapped):
     torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("plan", [SPLIT, SHORT, ALONE], ids=str)
+def test_a_step_without_tokens_gives_nothing(gpu_layer, plan):
+    empty = torch.zeros(0, HIDDEN).bfloat16()
+    got = gpu_layer(plan).run(empty, torch.zeros(0, TOP_K, dtype=torch.int32), torch.zeros(0, TOP_K))
+    assert got.shape == empty.shape and got.dtype == empty.dtype
+
+
 def test_longer_steps_than_scratch_was_made_for_are_refused(gpu_layer):
     layer = gpu_layer(SPLIT)
     x, ids = torch.zeros(TOKENS + 1, HIDDEN).bfloat16(), torch.zeros(TOKENS + 1, TOP_K, dtype=torch.int32)
