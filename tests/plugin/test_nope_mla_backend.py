@@ -6,7 +6,7 @@ CI has vLLM 0.32.0. The same tests pass with 0.33.0's files: PYTHONPATH=overlay:
 import logging
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -17,6 +17,7 @@ import vllm.platforms
 from mla_backend import (
     TABLES,
     Attention,
+    Step,
     concat_and_cache_mla,
     forget_flashinfer,
     make_impl,
@@ -25,7 +26,7 @@ from mla_backend import (
     write_compact,
     write_flashinfer,
 )  # fmt: skip
-from mla_rows import LATENT, Pool, causal_candidates, global_rows, oracle, pooled_candidates, relative_error
+from mla_rows import LATENT, relative_error
 
 if vllm.platforms.current_platform.is_unspecified():  # files without the package's metadata
     from vllm.platforms.cpu import CpuPlatform
@@ -43,7 +44,6 @@ from vllm_exl3.nope_mla.geometry import MlaGeometryError
 SM120 = AttentionBackendEnum.FLASHINFER_MLA_SPARSE_SM120
 NEW, OLD, _ = TABLES
 FORMS = ("native", "padded", "compact")
-LENGTH, BLOCK = 4099, 64
 
 
 @pytest.fixture(autouse=True)
@@ -202,42 +202,6 @@ def test_a_model_with_rotary_columns_keeps_its_rows(choose):
 
 
 # The way of a step through vLLM's own forward_mqa
-
-
-class Step:
-    """A sequence in recycled blocks of a cache with other layers' pages between its blocks."""
-
-    def __init__(self, form: str, heads: int) -> None:
-        generator = torch.Generator().manual_seed(heads)
-        blocks = -(-LENGTH // BLOCK)
-        self.pool = Pool(blocks + 3, {"compact": 528}.get(form, 656), gap=BLOCK, seed=1)
-        self.table = torch.randperm(blocks + 3, generator=generator)[:blocks]
-        self.latent = (torch.randn(LENGTH, LATENT, generator=generator) * 2).bfloat16()
-        self.query = (torch.randn(3, heads, LATENT, generator=generator) * 2).bfloat16()
-        self.pools = torch.randperm(1000, generator=generator)[:512]
-        positions = torch.arange(LENGTH)
-        self.slots = self.table[positions // BLOCK] * BLOCK + positions % BLOCK
-        self.candidates = torch.stack([
-            pooled_candidates(self.pools, LENGTH, 2176), causal_candidates(70, 2176), torch.full((2176,), -1).int()
-        ])  # fmt: skip
-
-    def run(self, impl) -> torch.Tensor:
-        no_rope = self.latent.new_empty(LENGTH, 1, 0)
-        slots = self.slots.clone()
-        slots[0] = -1  # padding of the step; token 0 is written again below
-        layer = "fp8_ds_mla", torch.ones(1)
-        impl.do_kv_cache_update(self.latent, no_rope, self.pool.view, slots, *layer)
-        impl.do_kv_cache_update(self.latent[:1], no_rope[:1], self.pool.view, self.slots[:1], *layer)
-        impl.topk_indices_buffer[:3] = self.candidates
-        metadata = SimpleNamespace(
-            block_size=BLOCK, block_table=self.table[None].int(), req_id_per_token=torch.zeros(3).int(),
-            num_decode_tokens=3,
-        )  # fmt: skip
-        return impl.forward_mqa(self.query, self.pool.view, metadata, None)[0]
-
-    def oracle(self, candidates=None) -> torch.Tensor:
-        rows = global_rows(self.candidates if candidates is None else candidates, self.table, self.pool)
-        return oracle(self.query, self.pool, rows, 256**-0.5)
 
 
 @pytest.mark.parametrize("heads, wide", [(16, 16), (22, 32)])
