@@ -1,7 +1,6 @@
 """Named overrides of vLLM: what is replaced, why, until when, and a check that it is still what it was.
 
-Only where vLLM has no seam. The tables are `glm5_next.TABLE` (every platform), `cpu.overrides.TABLE`, and on SM12x
-`pdl.TABLE` and those of `nope_mla.seams`.
+Only where vLLM has no seam. The tables are `glm5_next.TABLE` (every platform) and `cpu.overrides.TABLE`.
 """
 
 import hashlib
@@ -42,9 +41,14 @@ def unchanged(original: Any) -> Any:
     return original
 
 
-def because(why: str, until: str, module: str, *entries: tuple[str, str, Callable[[Any], Any]]) -> list[Override]:
-    """Overrides that share a reason and a module: (attribute, fingerprint, replacement) each."""
-    return [Override(module, attribute, why, until, (known,), replace) for attribute, known, replace in entries]
+def because(
+    why: str, until: str, module: str, *entries: tuple[str, str | tuple[str, ...], Callable[[Any], Any]]
+) -> list[Override]:
+    """Overrides that share a reason and a module: (attribute, fingerprint or several, replacement) each."""
+    return [
+        Override(module, attribute, why, until, (known,) if isinstance(known, str) else known, replace)
+        for attribute, known, replace in entries
+    ]
 
 
 _installed: set[Override] = set()
@@ -58,28 +62,26 @@ def install(table: Iterable[Override]) -> None:
             after_import(override.module, lambda module, override=override: apply(override, module))
 
 
+def apply(override: Override, module: ModuleType) -> None:
+    holder, original = check(override, module)
+    setattr(holder, override.attribute.rpartition(".")[2], override.replace(original))
+
+
+def check(override: Override, module: ModuleType) -> tuple[Any, Any]:
+    """(what holds the target, the target). Raises RuntimeError if it is not what the override was written for."""
+    holder, target = None, module
+    for name in override.attribute.split("."):
+        holder, target = target, _get(override, target, name)
+    seen = fingerprint(target)
+    if seen not in override.known:
+        raise RuntimeError(_changed(override, f"its source has the fingerprint {seen}"))
+    return holder, target
+
+
 def require(table: Iterable[Override]) -> None:
     """Check every target and change none: for what is extended rather than replaced."""
     for override in table:
-        _find(override, importlib.import_module(override.module))
-
-
-def apply(override: Override, module: ModuleType) -> None:
-    holder, name, original = _find(override, module)
-    setattr(holder, name, override.replace(original))
-
-
-def _find(override: Override, module: ModuleType) -> tuple[Any, str, Any]:
-    """(holder, name, what it holds) of a target that is what it was. Raises RuntimeError if it is not."""
-    *path, last = override.attribute.split(".")
-    holder = module
-    for name in path:
-        holder = _get(override, holder, name)
-    original = _get(override, holder, last)
-    seen = fingerprint(original)
-    if seen not in override.known:
-        raise RuntimeError(_changed(override, f"its source has the fingerprint {seen}"))
-    return holder, last, original
+        check(override, importlib.import_module(override.module))
 
 
 def _get(override: Override, holder: Any, name: str) -> Any:

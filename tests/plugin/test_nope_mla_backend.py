@@ -165,7 +165,7 @@ def test_registration_imports_no_backend():
 
 
 def test_the_upstream_classes_are_those_that_ours_extend():
-    overrides.require(seams.EXTENDED)
+    overrides.require(seams.TABLE)
 
 
 def test_a_changed_upstream_class_is_named(monkeypatch):
@@ -175,7 +175,7 @@ def test_a_changed_upstream_class_is_named(monkeypatch):
     monkeypatch.setattr(upstream, "FlashInferMLASparseSM120Impl", changed)
     sentence = r"sm120:FlashInferMLASparseSM120Impl of vLLM .* is not what .* because the NoPE MLA backend extends it"
     with pytest.raises(RuntimeError, match=sentence):
-        overrides.require(seams.EXTENDED)
+        overrides.require(seams.TABLE)
 
 
 # The cache
@@ -336,6 +336,6 @@ def test_vllms_own_question_about_pdl_is_answered_no(monkeypatch):
     import vllm.platforms.cuda as cuda
 
     (entry,) = pdl.TABLE
-    holder, name, original = overrides._find(entry, cuda)
-    monkeypatch.setattr(holder, name, entry.replace(original))
+    holder, original = overrides.check(entry, cuda)
+    monkeypatch.setattr(holder, "is_arch_support_pdl", entry.replace(original))
     assert cuda.CudaPlatform.is_arch_support_pdl() is False

@@ -13,13 +13,12 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm120 import FlashInferMLASparseSM120Impl
 
 from vllm_exl3 import overrides
-from vllm_exl3.nope_mla import geometry, rows
+from vllm_exl3.nope_mla import geometry, rows, seams
 from vllm_exl3.nope_mla.geometry import COMPACT, LATENT, NATIVE, PADDED, Choice, MlaGeometryError
-from vllm_exl3.nope_mla.seams import EXTENDED, RANKED_POOLS
 from vllm_exl3.nope_mla.write_rows import write_rows
 from vllm_exl3.switches import switches
 
-overrides.require(EXTENDED)
+overrides.require(seams.TABLE)
 
 logger = init_logger("vllm.exl3")
 
@@ -83,7 +82,7 @@ class NopeMlaImpl(FlashInferMLASparseSM120Impl):
             compile_writer(self.topk_indices_buffer.device)
         if self.choice.candidates != candidates:
             refuse_row_movers(f"padded with {self.choice.candidates} candidates", config)
-            overrides.install(RANKED_POOLS)
+            overrides.install(seams.RANKED_POOLS)
 
     def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *rest, **named) -> None:
         """Quantise and store latents kv_c_normed [tokens, 512] at their slots."""

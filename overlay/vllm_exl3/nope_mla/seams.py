@@ -17,7 +17,7 @@ _BACKENDS = "vllm.v1.attention.backends.mla"
 _IMPL = f"{_BACKENDS}.flashinfer_mla_sparse_sm120"
 
 # Fingerprints of vLLM 0.32.0, whose CPU build the tests use, and 0.33.0.
-EXTENDED = (
+TABLE = (
     _extended(_IMPL, "FlashInferMLASparseSM120Impl", "3595131046cc8b95", "6f32e473d1e61328"),
     _extended(f"{_BACKENDS}.flashinfer_mla_sparse", "FlashInferMLASparseSM120Backend", "2c80aeecea92c8a5"),
     _extended(f"{_BACKENDS}.flashinfer_mla_sparse", "_FlashInferMLASparseBackendBase", "ea17bb08b8b836c3"),
