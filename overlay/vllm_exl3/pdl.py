@@ -1,7 +1,7 @@
 """Keeps vLLM from programmatic dependent launch on SM12x unless PDL=1."""
 
 from vllm_exl3 import overrides
-from vllm_exl3.nope_mla.geometry import CAPABILITY_MAJOR
+from vllm_exl3.nope_mla.geometry import is_sm12x
 from vllm_exl3.overrides import Override, instead
 from vllm_exl3.switches import switches
 
@@ -19,6 +19,5 @@ def install() -> None:
     """For `register()`: before any of vLLM's kernels is imported."""
     from vllm.platforms import current_platform
 
-    capability = current_platform.get_device_capability()
-    if capability is not None and capability[0] == CAPABILITY_MAJOR and not switches().pdl:
+    if is_sm12x(current_platform.get_device_capability()) and not switches().pdl:
         overrides.install(TABLE)

@@ -10,7 +10,7 @@ BACKEND = "vllm_exl3.nope_mla.backend.NopeMlaBackend"
 
 
 def install() -> None:
-    """Put our class in the place of FLASHINFER_MLA_SPARSE_SM120 where the GPU is an SM12x.
+    """Put our class in the place of FLASHINFER_MLA_SPARSE_SM120 where the GPU is an SM12x, or cannot be asked.
 
     Raises MlaGeometryError if MLA_GEOMETRY names a geometry on another GPU, RuntimeError if a third package has
     already replaced the backend.
@@ -18,8 +18,7 @@ def install() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    capability = current_platform.get_device_capability()
-    if not geometry.applies(switches().mla_geometry, tuple(capability) if capability else None):
+    if not geometry.applies(switches().mla_geometry, current_platform.get_device_capability()):
         return
     backend = AttentionBackendEnum.FLASHINFER_MLA_SPARSE_SM120
     if backend.is_overridden() and backend.get_path() != BACKEND:

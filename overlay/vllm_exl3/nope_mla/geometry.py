@@ -62,11 +62,16 @@ class Choice:
     reason: str
 
 
+def is_sm12x(capability: tuple[int, int] | None) -> bool:
+    """None, where no GPU can be asked, counts as one: then nothing that an SM12x needs is missing if it is one."""
+    return capability is None or capability[0] == CAPABILITY_MAJOR
+
+
 def applies(setting: str, capability: tuple[int, int] | None) -> bool:
     """Whether this GPU takes one of the geometries. Raises MlaGeometryError where one was asked for and it does not."""
-    if capability is not None and capability[0] == CAPABILITY_MAJOR:
+    if is_sm12x(capability):
         return True
-    if setting != "auto" and capability is not None:
+    if setting != "auto":
         raise MlaGeometryError(
             f"MLA_GEOMETRY is {setting}, but this GPU has capability {capability[0]}.{capability[1]}: the geometries "
             f"are for {CAPABILITY_MAJOR}.x, other GPUs have attention kernels of their own; set MLA_GEOMETRY=auto"
