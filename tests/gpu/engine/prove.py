@@ -29,7 +29,8 @@ KV = {
 }
 EAGER, GRAPHS = {"enforce_eager": True}, {"enforce_eager": False}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
-# A token that the oracle holds this close to its own choice may be chosen instead: logits are bf16.
+# A token that the oracle holds this close to its own choice may be chosen instead: logits are bf16. It is more where
+# the oracle itself is further from transformers than that: bf16 layers above a random router amplify their rounding.
 NEAR_TIE = 0.1
 
 
@@ -62,13 +63,15 @@ ARMS = {
     "mtp": [Arm("random-mtp", "graphs", "auto", GRAPHS | KV["auto"] | MTP, "random-eager-auto")],
     "tp2": [Arm("random", "tp2", "auto", GRAPHS | KV["auto"] | {"tensor_parallel_size": 2}, "random-eager-auto"),
             Arm("random", "ep2", "auto", GRAPHS | KV["auto"] | {"tensor_parallel_size": 2,
-                "enable_expert_parallel": True}, "random-eager-auto")],
+                "enable_expert_parallel": True}, "random-eager-auto"),
+            Arm("local", "tp2", "auto", GRAPHS | KV["auto"] | {"tensor_parallel_size": 2}, "local-eager-auto")],
 }  # fmt: skip
 
 
 class Proof:
     def __init__(self, work: Path, deadline: float) -> None:
         self.work, self.deadline = work, deadline
+        self.gpus = len(subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, check=True).stdout.splitlines())
         self.failed: list[str] = []
 
     def verdict(self, passed: bool, text: str) -> None:
@@ -76,7 +79,7 @@ class Proof:
         if not passed:
             self.failed.append(text)
 
-    def run(self, name: str, command: list[str], prefixes: tuple[str, ...]) -> bool:
+    def run(self, name: str, command: list[str], prefixes: tuple[str, ...], **environment: str) -> bool:
         """Run a command with its log in the work folder; pass on lines that start with one of `prefixes`."""
         left = self.deadline - time.monotonic()
         if left < 30:
@@ -86,7 +89,7 @@ class Proof:
             try:
                 done = subprocess.run(
                     [sys.executable, "-u", *command], stdout=log, stderr=subprocess.STDOUT, timeout=left,
-                    env=self.environment(), cwd=REPOSITORY,
+                    env=self.environment() | environment, cwd=REPOSITORY,
                 ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 done = "the end of the time"
@@ -109,12 +112,13 @@ class Proof:
     def model(self, arm: Arm) -> Path:
         return REPOSITORY / "models" / "local" if arm.model == "local" else self.work / "models" / arm.model
 
-    def start(self, arm: Arm) -> None:
+    def start(self, arm: Arm, number: int) -> None:
         order = {
             "name": arm.name, "model": str(self.model(arm)), "out": str(self.work), "oracle": arm.oracle == arm.name,
             "tables": arm.has_tables, "options": arm.options | {"kv_cache_memory_bytes": 2 << 30},
         }  # fmt: skip
-        self.run(arm.name, [str(HERE / "arm.py"), json.dumps(order)], (f"{arm.name}: ",))
+        place = {} if "tensor_parallel_size" in arm.options else {"CUDA_VISIBLE_DEVICES": str(number % self.gpus)}
+        self.run(arm.name, [str(HERE / "arm.py"), json.dumps(order)], (f"{arm.name}: ",), **place)
 
     # Verdicts
 
@@ -124,14 +128,18 @@ class Proof:
             missing = arm.name if own is None else arm.oracle
             self.verdict(False, f"{arm.name}: no answers of {missing}")
             return
-        ties, wrong, total = compare(own["kernels"], oracle["oracle"])
+        ties, wrong, total = compare(own["kernels"], oracle["oracle"], self.near_tie(arm))
         for line in [*ties, *wrong]:
             print(f"  {arm.name}: {line}")
-        good = not wrong and len(ties) <= total // 4
+        good = not wrong and len(ties) <= total // 2
         self.verdict(good, f"{arm.name} against the PyTorch decoder: {total} requests, {len(ties)} near-ties, "
-                           f"{len(wrong)} wrong")  # fmt: skip
+                           f"{len(wrong)} wrong (near is {self.near_tie(arm):.2f})")  # fmt: skip
         again = f"other answers for {own['repeats']} at once" if own["repeats"] else "bit-equal"
         self.verdict(not own["repeats"], f"{arm.name} again: {again}")
+
+    def near_tie(self, arm: Arm) -> float:
+        floor = self.work / f"{arm.model.removesuffix('-mtp')}.floor.json"
+        return max(NEAR_TIE, json.loads(floor.read_text())) if floor.is_file() else NEAR_TIE
 
     def _read(self, name: str) -> dict | None:
         file = self.work / f"{name}.json"
@@ -139,11 +147,11 @@ class Proof:
 
     def judge_tables(self, model: Path, arms: list[Arm]) -> None:
         command = [str(HERE / "transformers_side.py"), str(model), str(self.work), *(arm.name for arm in arms)]
-        if not self.run(f"transformers-{model.name}", command, ("PASS", "FAIL")):
+        if not self.run(f"transformers-{model.name}", command, ("PASS", "FAIL", "NOTE")):
             self.failed.append(f"transformers on {model.name}")
 
 
-def compare(got: dict, want: dict) -> tuple[list[str], list[str], int]:
+def compare(got: dict, want: dict, near_tie: float) -> tuple[list[str], list[str], int]:
     """(near-ties, wrong tokens, requests). After the first other token a request says nothing more."""
     ties, wrong, total = [], [], 0
     for count, requests in want.items():
@@ -159,7 +167,7 @@ def compare(got: dict, want: dict) -> tuple[list[str], list[str], int]:
             line = (
                 f"{count} at once, request {number}, token {step}: {mine} where the oracle has {its}, by {margin:.4f}"
             )
-            (ties if margin <= NEAR_TIE else wrong).append(line)
+            (ties if margin <= near_tie else wrong).append(line)
     return ties, wrong, total
 
 
@@ -180,13 +188,13 @@ def main() -> int:
     if any(arm.model != "local" for arm in arms) and not (args.work / "models").is_dir():
         proof.run("models", [str(HERE / "models.py"), str(args.work / "models")], ("{",))
     with ThreadPoolExecutor(args.parallel) as pool:
-        list(pool.map(proof.start, arms))
-    for arm in arms:
-        proof.judge(arm)
+        list(pool.map(proof.start, arms, range(len(arms))))
     scored = {proof.model(arm): [other for other in arms if other.model == arm.model and other.has_tables]
               for arm in arms if arm.has_tables}  # fmt: skip
     with ThreadPoolExecutor(max(1, len(scored))) as pool:
         list(pool.map(proof.judge_tables, scored, scored.values()))
+    for arm in arms:
+        proof.judge(arm)
     if args.logs:
         with tarfile.open(args.logs, "w:gz") as tar:
             for log in sorted(args.work.glob("*.log")):
