@@ -63,8 +63,11 @@ class Arm:
         return f"{self.model}-{self.mode}-{self.kv}"
 
 
+PLAIN = "local-eager-auto"  # says the local model's own text without drafts
+
+
 def trained(model: str, mode: str, speculation: dict) -> Arm:
-    return Arm(model, mode, "auto", GRAPHS | KV["auto"] | speculation, "local-eager-auto", plain="local-eager-auto")
+    return Arm(model, mode, "auto", GRAPHS | KV["auto"] | speculation, oracle=PLAIN, plain=PLAIN)
 
 
 def both_modes(model: str, kv: str) -> list[Arm]:
@@ -151,7 +154,8 @@ class Proof:
             options["speculative_config"] = draft | {"model": str(self.folder(draft["model"]))}
         order = {
             "name": arm.name, "model": str(self.folder(arm.model)), "out": str(self.work), "options": options,
-            "oracle": arm.oracle == arm.name, "tables": arm.has_tables, "own_text": arm.model.startswith("local"),
+            "oracle": arm.oracle == arm.name, "tables": arm.has_tables,
+            "own_text": arm.name == PLAIN or arm.plain is not None,
         }  # fmt: skip
         self.run(arm.name, [str(HERE / "arm.py"), json.dumps(order)], (f"{arm.name}: ",))
 
@@ -258,10 +262,12 @@ def main() -> int:
     arms = list(dict.fromkeys(named))
     if not arms:
         parser.error(f"--arms {args.arms}: names no arm; groups are {', '.join(ARMS)}")
+    if any(arm.plain for arm in arms) and not args.drafts.is_dir():
+        parser.error(f"--drafts {args.drafts}: no such folder; python -m tools.local_model.train_drafts writes it")
     proof = Proof(args.work, args.drafts, time.monotonic() + args.seconds)
     if any(arm.model.startswith("random") for arm in arms) and not proof.folder("random").is_dir():
         proof.run("models", [str(HERE / "models.py"), str(args.work / "models")], ("{",))
-    if any(arm.model == "local-mtp" for arm in arms):
+    if any(arm.plain for arm in arms):
         proof.join_mtp()
     with ThreadPoolExecutor(args.parallel) as pool:
         list(pool.map(proof.start, arms))
