@@ -29,8 +29,8 @@ class Few(NamedTuple):
 SPLIT_UNTIL = 16  # times `most`
 
 # By the GPU's major capability: on a Spark (12) what owners measured with an older grouped kernel; on Hopper (9) what
-# was measured there: the grouped kernel is as fast at 8 tokens and faster at 32, however few rows an expert has.
-FEW = {9: Few(8, 0), 12: Few(32, SPLIT_UNTIL * 32)}
+# bench/moe.py says: the grouped kernel is a sixth faster at 8 tokens, however few rows an expert has.
+FEW = {9: Few(2, 0), 12: Few(32, SPLIT_UNTIL * 32)}
 FEW_ELSEWHERE = FEW[12]
 
 

@@ -32,7 +32,8 @@ def _write_rows_kernel(
         # The same rule, rounding included, as vLLM's writer: largest magnitude over 448, never below the least
         # normal number.
         largest = tl.max(tl.abs(x), axis=1)
-        scale = tl.maximum(tl.div_rn(largest, tl.full([GROUPS], 448.0, tl.float32)), 1.17549435e-38)
+        least = tl.full([GROUPS], 1.17549435e-38, tl.float32)  # as a bare number Triton would widen it all to fp64
+        scale = tl.maximum(tl.div_rn(largest, tl.full([GROUPS], 448.0, tl.float32)), least)
         value = tl.div_rn(x, tl.broadcast_to(scale[:, None], [GROUPS, GROUP])).to(tl.float8e4nv)
 
         tl.store(row + column, value.to(tl.uint8, bitcast=True))
