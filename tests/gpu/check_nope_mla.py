@@ -275,7 +275,7 @@ def main(names: list[str]) -> int:
             globals()[name]()
         except Exception as error:
             traceback.print_exc(limit=-3)
-            outcome = f"FAIL {type(error).__name__}: {error}"
+            outcome = f"FAIL {type(error).__name__}: {(str(error).strip().splitlines() or ['-'])[-1]}"
             failed.append(name)
         title = name.removeprefix("check_").replace("_", " ")
         print(f"{title}: {outcome} ({time.perf_counter() - start:.1f} s)", flush=True)

@@ -52,6 +52,34 @@ def run_nvcc(nvcc: Path, site: Path, *words) -> subprocess.CompletedProcess:
 
 # Kernels
 
+# vLLM's CPU build hides Triton, which needs no GPU to compile for one.
+COMPILE_WRITER = """
+import sys, types, triton, triton.language
+utils = types.ModuleType("vllm.triton_utils")
+utils.tl, utils.triton = triton.language, triton
+sys.modules |= {"vllm": types.ModuleType("vllm"), "vllm.triton_utils": utils}
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from vllm_exl3.nope_mla import write_rows
+types_ = {"latent": "*bf16", "cache": "*u8", "slots": "*i64"} | dict.fromkeys(
+    ("latent_stride", "block_stride", "block_tokens"), "i32")
+fixed = {"LATENT": 512, "GROUP": 128, "GROUPS": 4, "ROW_BYTES": 528}
+source = ASTSource(fn=write_rows._write_rows_kernel, constexprs=fixed,
+                   signature=types_ | dict.fromkeys(fixed, "constexpr"))
+print(triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32)).asm["ptx"])
+"""
+
+
+@pytest.mark.parametrize("architecture", [90, 121])
+def test_the_compact_writer_compiles_and_rounds_as_vllms_does(architecture):
+    pytest.importorskip("triton", reason="Triton is not in the lock: it is 1 GB")
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE_WRITER, str(architecture)], capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "div.rn.f32" in done.stdout and "cvt.rn.satfinite.e4m3x2.f32" in done.stdout
+    assert "f64" not in done.stdout and ".approx" not in done.stdout and ".ftz" not in done.stdout
+
 
 @pytest.mark.nvcc
 def test_the_needed_kernels_compile_for_a_spark_without_spills(nvcc, site, tmp_path):
