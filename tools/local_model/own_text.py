@@ -79,13 +79,14 @@ class Acceptance:
         return float(self.accepted_at.sum() / max(1, self.drafted))
 
     def as_dict(self) -> dict:
-        return {"accepted": round(self.share, 4), "drafted_tokens": self.drafted, "by_position": self._by_position()}
+        return {"accepted": round(self.share, 4), "drafted_tokens": self.drafted, "by_position": self.by_position}
 
-    def _by_position(self) -> list[float]:
+    @property
+    def by_position(self) -> list[float]:
         return [round(float(n) / max(1, self.steps), 4) for n in self.accepted_at]
 
     def __str__(self) -> str:
-        at = ", ".join(f"{share:.1%}" for share in self._by_position())
+        at = ", ".join(f"{share:.1%}" for share in self.by_position)
         accepted = self.accepted_at.sum()
         return f"{accepted} of {self.drafted} drafted tokens accepted, {self.share:.1%}; by position {at}"
 
