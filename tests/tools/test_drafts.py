@@ -138,7 +138,7 @@ def made_up_text(rows: int = 8, tokens: int = 24) -> OwnText:
 @pytest.mark.parametrize("kind", [train_drafts.BlockDraft, train_drafts.LayerDraft])
 def test_a_few_steps_learn_the_same_again(target, kind):
     text, args = made_up_text(rows=2), SimpleNamespace(
-        seed=5, steps=6, minutes=99, rows=2, anchors=2, peak=2e-3, check_every=3, aim=2.0, device="cpu",
+        seed=5, steps=6, minutes=99, rows=2, anchors=4, peak=2e-2, check_every=3, aim=2.0, device="cpu",
     )  # fmt: skip
 
     def learned() -> tuple[list[dict], dict]:
