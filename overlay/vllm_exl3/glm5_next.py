@@ -88,7 +88,8 @@ def mtp_load_weights(original):
 
     @functools.wraps(original)
     def load(self, weights):
-        return original(self, decode_eh_proj(weights))
+        # A checkpoint need not repeat the embedding: vLLM puts the target's in the draft's place after loading.
+        return original(self, decode_eh_proj(weights)) | {"model.embed_tokens.weight"}
 
     return load
 

@@ -14,6 +14,8 @@ from vllm_exl3.few_rows import DenseExl3, extension, require_one_stream
 from vllm_exl3.format import HADAMARD_BLOCK, TILE, Exl3FormatError, Exl3Tensors, TensorShape, check_marker, check_slice
 from vllm_exl3.reference import decode_weight
 
+DTYPES = {"trellis": torch.int16, "suh": torch.float16, "svh": torch.float16}  # codebook markers: int32
+
 
 @dataclass(frozen=True)
 class Part:
@@ -40,8 +42,8 @@ class LoadedPart:
         if name in self.tensors:
             raise Exl3LoadError(f"{full_name}: is in the checkpoint twice, expected once")
         shape = self.part.shape
-        expected = {"trellis": (shape.trellis_shape, torch.int16), "suh": ((shape.in_features,), torch.float16),
-                    "svh": ((shape.out_features,), torch.float16)}  # fmt: skip
+        shapes = {"trellis": shape.trellis_shape, "suh": (shape.in_features,), "svh": (shape.out_features,)}
+        expected = {part: (size, DTYPES[part]) for part, size in shapes.items()}
         if name == shape.codebook.marker:
             check_marker(full_name, tensor, shape.codebook)
             self.tensors[name] = tensor
@@ -108,7 +110,8 @@ class Exl3LinearMethod(LinearMethodBase):
         ]
         markers = {loaded.part.shape.codebook.marker for loaded in layer.exl3_parts} - {None}
         for name in ("trellis", "suh", "svh", *sorted(markers)):
-            parameter = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+            empty = torch.empty(0, dtype=DTYPES.get(name, torch.int32))  # vLLM warns of any other type
+            parameter = torch.nn.Parameter(empty, requires_grad=False)
             parameter.weight_loader = _loader(layer.exl3_parts, name)
             layer.register_parameter(name, parameter)
 

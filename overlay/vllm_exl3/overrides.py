@@ -1,9 +1,11 @@
 """Named overrides of vLLM: what is replaced, why, until when, and a check that it is still what it was.
 
-Only where vLLM has no seam. The tables are `glm5_next.TABLE` (every platform) and `cpu.overrides.TABLE`.
+Only where vLLM has no seam. The tables are `glm5_next.TABLE` (every platform), `cpu.overrides.TABLE`, and on SM12x
+`pdl.TABLE` and those of `nope_mla.seams`.
 """
 
 import hashlib
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -35,6 +37,11 @@ def instead(replacement: Any) -> Callable[[Any], Any]:
     return lambda _original: replacement
 
 
+def unchanged(original: Any) -> Any:
+    """For a target that is only checked (`require`)."""
+    return original
+
+
 def because(why: str, until: str, module: str, *entries: tuple[str, str, Callable[[Any], Any]]) -> list[Override]:
     """Overrides that share a reason and a module: (attribute, fingerprint, replacement) each."""
     return [Override(module, attribute, why, until, (known,), replace) for attribute, known, replace in entries]
@@ -51,7 +58,19 @@ def install(table: Iterable[Override]) -> None:
             after_import(override.module, lambda module, override=override: apply(override, module))
 
 
+def require(table: Iterable[Override]) -> None:
+    """Check every target and change none: for what is extended rather than replaced."""
+    for override in table:
+        _find(override, importlib.import_module(override.module))
+
+
 def apply(override: Override, module: ModuleType) -> None:
+    holder, name, original = _find(override, module)
+    setattr(holder, name, override.replace(original))
+
+
+def _find(override: Override, module: ModuleType) -> tuple[Any, str, Any]:
+    """(holder, name, what it holds) of a target that is what it was. Raises RuntimeError if it is not."""
     *path, last = override.attribute.split(".")
     holder = module
     for name in path:
@@ -60,7 +79,7 @@ def apply(override: Override, module: ModuleType) -> None:
     seen = fingerprint(original)
     if seen not in override.known:
         raise RuntimeError(_changed(override, f"its source has the fingerprint {seen}"))
-    setattr(holder, last, override.replace(original))
+    return holder, last, original
 
 
 def _get(override: Override, holder: Any, name: str) -> Any:
@@ -74,8 +93,8 @@ def _changed(override: Override, seen: str) -> str:
 
     return (
         f"{override.name} of vLLM {vllm.__version__} is not what the override was written for: {seen}, known "
-        f"are {', '.join(override.known)}. It is replaced because {override.why}. Install the vLLM version of "
-        f"requirements/, or review the override and add the fingerprint."
+        f"are {', '.join(override.known)}. It is replaced or extended because {override.why}. Install the vLLM version "
+        f"of requirements/, or review the override and add the fingerprint."
     )
 
 

@@ -1,10 +1,12 @@
-"""The two run-time settings of the CUDA path, read once from the environment."""
+"""The run-time settings of the CUDA path, read once from the environment."""
 
 import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
+MLA_GEOMETRIES = ("auto", "native", "padded", "compact")
 
 # exllamav3's fused kernel keeps this many rows of an expert at most.
 MOST_FEW_ROWS = 128
@@ -27,8 +29,8 @@ class Few(NamedTuple):
 SPLIT_UNTIL = 16  # times `most`
 
 # By the GPU's major capability: on a Spark (12) what owners measured with an older grouped kernel; on Hopper (9) what
-# was measured there: the grouped kernel is as fast at 8 tokens and faster at 32, however few rows an expert has.
-FEW = {9: Few(8, 0), 12: Few(32, SPLIT_UNTIL * 32)}
+# bench/moe.py says: the grouped kernel is a sixth faster at 8 tokens, however few rows an expert has.
+FEW = {9: Few(2, 0), 12: Few(32, SPLIT_UNTIL * 32)}
 FEW_ELSEWHERE = FEW[12]
 
 
@@ -40,10 +42,12 @@ class SwitchError(ValueError):
 class Switches:
     """`fat_grouped`: many rows go to the grouped kernel, else through decoded weights and plain products.
     `fat_crossover`: tokens of a step, and rows of an expert in a longer one, that stay with exllamav3's kernels; None
-    leaves it to the device."""
+    leaves it to the device. `mla_geometry` and `pdl` count on SM12x only (docs/architecture.md)."""
 
     fat_grouped: bool = True
     fat_crossover: int | None = None
+    mla_geometry: str = "auto"
+    pdl: bool = False
 
     def few(self, capability_major: int) -> Few:
         if self.fat_crossover is not None:
@@ -59,7 +63,13 @@ def parse(environment: Mapping[str, str]) -> Switches:
     crossover = environment.get("EXL3_FAT_CROSSOVER", "").strip()
     if crossover and not (crossover.isascii() and crossover.isdigit() and int(crossover) <= MOST_FEW_ROWS):
         raise SwitchError(f"EXL3_FAT_CROSSOVER: is {crossover!r}, expected rows per expert, 0 to {MOST_FEW_ROWS}")
-    return Switches(grouped == "1", int(crossover) if crossover else None)
+    geometry = environment.get("MLA_GEOMETRY", "").strip() or "auto"
+    if geometry not in MLA_GEOMETRIES:
+        raise SwitchError(f"MLA_GEOMETRY: is {geometry!r}, expected one of {', '.join(MLA_GEOMETRIES)}")
+    pdl = environment.get("PDL", "").strip() or "0"
+    if pdl not in ("0", "1"):
+        raise SwitchError(f"PDL: is {pdl!r}, expected 0 (off) or 1 (programmatic dependent launch on SM12x)")
+    return Switches(grouped == "1", int(crossover) if crossover else None, geometry, pdl == "1")
 
 
 @functools.cache

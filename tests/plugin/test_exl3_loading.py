@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -163,6 +164,37 @@ def test_a_gpu_needs_exllamav3(as_on_a_gpu, monkeypatch):
     few_rows.extension.cache_clear()
     with set_current_vllm_config(VllmConfig()), pytest.raises(Exl3LoadError, match=r"install exllamav3 1\.6\.5"):
         dense_method().create_weights(None, 128, [128], 128, 128, torch.bfloat16)
+
+
+# The draft layer
+
+
+def loaded_by_draft(weights):
+    from vllm_exl3 import glm5_next
+
+    arrived = {}
+
+    def original(model, weights):
+        arrived.update(weights)
+        return set(arrived)
+
+    return glm5_next.mtp_load_weights(original)(None, iter(weights)), arrived
+
+
+def test_the_draft_takes_a_decoded_eh_proj():
+    from safetensors.torch import load_file
+
+    vectors = load_file(Path(__file__).parents[1] / "data" / "exl3_vectors.safetensors")
+    prefix, marker = "model.layers.8.eh_proj", torch.tensor(Codebook.MCG.marker_value, dtype=torch.int32)
+    parts = {name: vectors[f"mcg.k4.{name}"] for name in ("trellis", "suh", "svh")} | {"mcg": marker}
+    _, arrived = loaded_by_draft([*((f"{prefix}.{name}", tensor) for name, tensor in parts.items())])
+    assert list(arrived) == [f"{prefix}.weight"]
+    torch.testing.assert_close(arrived[f"{prefix}.weight"], vectors["mcg.k4.weight"].T.float(), rtol=0, atol=2e-3)
+
+
+def test_the_draft_needs_no_embedding_of_its_own():
+    loaded, _ = loaded_by_draft([("model.layers.8.enorm.weight", torch.ones(4))])
+    assert loaded == {"model.layers.8.enorm.weight", "model.embed_tokens.weight"}
 
 
 # Registration

@@ -12,7 +12,7 @@ SPARK, HOPPER = 12, 9
 def test_defaults():
     assert parse({}) == parse({"EXL3_FAT_GROUPED": "", "EXL3_FAT_CROSSOVER": " "}) == Switches(True, None)
     assert Switches().few(SPARK) == Few(32, 512)
-    assert Switches().few(HOPPER) == Few(8, 0)
+    assert Switches().few(HOPPER) == Few(2, 0)
 
 
 @pytest.mark.parametrize("text, rows", [("0", 0), ("1", 1), ("128", 128), (" 16 ", 16)])

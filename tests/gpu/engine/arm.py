@@ -182,6 +182,8 @@ def main() -> None:
         oracle_mode.install()
         said["oracle"] = answers(llm, asked)
         clock.say("answered through the PyTorch decoder")
+        if arm.get("tables"):
+            torch.save(tables(llm, table_prompts(model), vocab), out / f"{arm['name']}.oracle.tables.pt")
     (out / f"{arm['name']}.json").write_text(json.dumps(said))
     clock.say("done")
     os._exit(0)  # nothing that vLLM does at exit is part of the proof

@@ -40,7 +40,8 @@ def dflash2(folder: str, attention: str = "FLASH_ATTN") -> dict:
     return {"speculative_config": draft | {"kv_cache_dtype": "auto", "attention_backend": attention}}
 
 
-# A token that the oracle holds this close to its own choice may be chosen instead: logits are bf16.
+# A token that the oracle holds this close to its own choice may be chosen instead: logits are bf16. It is more where
+# the oracle itself is further from transformers than that: bf16 layers above a random router amplify their rounding.
 NEAR_TIE = 0.1
 # Share of drafted tokens that a trained draft gets accepted: drafts that are always right or wrong prove nothing.
 ACCEPTED = (0.3, 0.9)
@@ -93,13 +94,14 @@ ARMS = {
                trained("local-mtp", "k1", mtp(1)), trained("local-mtp", "k3", mtp(3))],
     "tp2": [Arm("random", "tp2", "auto", GRAPHS | KV["auto"] | {"tensor_parallel_size": 2}, "random-eager-auto"),
             Arm("random", "ep2", "auto", GRAPHS | KV["auto"] | {"tensor_parallel_size": 2,
-                "enable_expert_parallel": True}, "random-eager-auto")],
+                "enable_expert_parallel": True}, "random-eager-auto"),
+            Arm("local", "tp2", "auto", GRAPHS | KV["auto"] | {"tensor_parallel_size": 2}, "local-eager-auto")],
 }  # fmt: skip
 
 
 class Proof:
-    def __init__(self, work: Path, drafts: Path, deadline: float) -> None:
-        self.work, self.drafts, self.deadline = work, drafts, deadline
+    def __init__(self, work: Path, drafts: Path, deadline: float, gpus: int = 1) -> None:
+        self.work, self.drafts, self.deadline, self.gpus = work, drafts, deadline, gpus
         self.failed: list[str] = []
 
     def verdict(self, passed: bool, text: str) -> None:
@@ -107,7 +109,7 @@ class Proof:
         if not passed:
             self.failed.append(text)
 
-    def run(self, name: str, command: list[str], prefixes: tuple[str, ...]) -> bool:
+    def run(self, name: str, command: list[str], prefixes: tuple[str, ...], **environment: str) -> bool:
         """Run a command with its log in the work folder; pass on lines that start with one of `prefixes`."""
         left = self.deadline - time.monotonic()
         if left < 30:
@@ -117,7 +119,7 @@ class Proof:
             try:
                 done = subprocess.run(
                     [sys.executable, "-u", *command], stdout=log, stderr=subprocess.STDOUT, timeout=left,
-                    env=self.environment(), cwd=REPOSITORY,
+                    env=self.environment() | environment, cwd=REPOSITORY,
                 ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 done = "the end of the time"
@@ -147,7 +149,7 @@ class Proof:
 
         draft_files.join(self.folder("local-mtp"), self.folder("local"), self.drafts / "mtp")
 
-    def start(self, arm: Arm) -> None:
+    def start(self, arm: Arm, number: int) -> None:
         options = arm.options | {"kv_cache_memory_bytes": 2 << 30}
         draft = options.get("speculative_config", {})
         if "model" in draft:
@@ -157,7 +159,8 @@ class Proof:
             "oracle": arm.oracle == arm.name, "tables": arm.has_tables,
             "own_text": arm.name == PLAIN or arm.plain is not None,
         }  # fmt: skip
-        self.run(arm.name, [str(HERE / "arm.py"), json.dumps(order)], (f"{arm.name}: ",))
+        place = {} if "tensor_parallel_size" in arm.options else {"CUDA_VISIBLE_DEVICES": str(number % self.gpus)}
+        self.run(arm.name, [str(HERE / "arm.py"), json.dumps(order)], (f"{arm.name}: ",), **place)
 
     # Verdicts
 
@@ -167,12 +170,12 @@ class Proof:
             missing = arm.name if own is None else arm.oracle
             self.verdict(False, f"{arm.name}: no answers of {missing}")
             return
-        ties, wrong, total = compare(own["kernels"], oracle["oracle"])
+        ties, wrong, total = compare(own["kernels"], oracle["oracle"], self.near_tie(arm))
         for line in [*ties, *wrong]:
             print(f"  {arm.name}: {line}")
-        good = not wrong and len(ties) <= total // 4
+        good = not wrong and len(ties) <= total // 2
         self.verdict(good, f"{arm.name} against the PyTorch decoder: {total} requests, {len(ties)} near-ties, "
-                           f"{len(wrong)} wrong")  # fmt: skip
+                           f"{len(wrong)} wrong (near is {self.near_tie(arm):.2f})")  # fmt: skip
         again = f"other answers for {own['repeats']} at once" if own["repeats"] else "bit-equal"
         self.verdict(not own["repeats"], f"{arm.name} again: {again}")
         if "acceptance" in own:
@@ -185,7 +188,7 @@ class Proof:
         if plain is None:
             self.verdict(False, f"{arm.name}: no answers of {arm.plain}")
             return
-        ties, wrong, total = compare({"all": own["own_text"]}, {"all": plain["own_text"]})
+        ties, wrong, total = compare({"all": own["own_text"]}, {"all": plain["own_text"]}, self.near_tie(arm))
         for line in [*ties, *wrong]:
             print(f"  {arm.name}: {line}")
         good = not wrong and len(ties) <= total // 4
@@ -204,13 +207,17 @@ class Proof:
         text = f"acceptance: {first.name} {one:.2%}, {second.name} {other:.2%}"
         self.verdict(abs(one - other) <= SAME_ACCEPTANCE, f"{text}, bar {SAME_ACCEPTANCE:.0%}")
 
+    def near_tie(self, arm: Arm) -> float:
+        floor = self.work / f"{arm.model.removesuffix('-mtp')}.floor.json"
+        return max(NEAR_TIE, json.loads(floor.read_text())) if floor.is_file() else NEAR_TIE
+
     def _read(self, name: str) -> dict | None:
         file = self.work / f"{name}.json"
         return json.loads(file.read_text()) if file.is_file() else None
 
     def judge_tables(self, model: Path, arms: list[Arm]) -> None:
         command = [str(HERE / "transformers_side.py"), str(model), str(self.work), *(arm.name for arm in arms)]
-        if not self.run(f"transformers-{model.name}", command, ("PASS", "FAIL")):
+        if not self.run(f"transformers-{model.name}", command, ("PASS", "FAIL", "NOTE")):
             self.failed.append(f"transformers on {model.name}")
 
 
@@ -227,7 +234,7 @@ def accepted_text(counts: dict) -> str:
     )
 
 
-def compare(got: dict, want: dict) -> tuple[list[str], list[str], int]:
+def compare(got: dict, want: dict, near_tie: float) -> tuple[list[str], list[str], int]:
     """(near-ties, wrong tokens, requests). After the first other token a request says nothing more."""
     ties, wrong, total = [], [], 0
     for count, requests in want.items():
@@ -243,7 +250,7 @@ def compare(got: dict, want: dict) -> tuple[list[str], list[str], int]:
             line = (
                 f"{count} at once, request {number}, token {step}: {mine} where the oracle has {its}, by {margin:.4f}"
             )
-            (ties if margin <= NEAR_TIE else wrong).append(line)
+            (ties if margin <= near_tie else wrong).append(line)
     return ties, wrong, total
 
 
@@ -264,21 +271,22 @@ def main() -> int:
         parser.error(f"--arms {args.arms}: names no arm; groups are {', '.join(ARMS)}")
     if any(arm.plain for arm in arms) and not args.drafts.is_dir():
         parser.error(f"--drafts {args.drafts}: no such folder; python -m tools.local_model.train_drafts writes it")
-    proof = Proof(args.work, args.drafts, time.monotonic() + args.seconds)
+    gpus = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    proof = Proof(args.work, args.drafts, time.monotonic() + args.seconds, len(gpus))
     if any(arm.model.startswith("random") for arm in arms) and not proof.folder("random").is_dir():
         proof.run("models", [str(HERE / "models.py"), str(args.work / "models")], ("{",))
     if any(arm.plain for arm in arms):
         proof.join_mtp()
     with ThreadPoolExecutor(args.parallel) as pool:
-        list(pool.map(proof.start, arms))
-    for arm in arms:
-        proof.judge(arm)
-    if {arm.name for arm in arms} >= {FLASH.name, TRITON.name}:
-        proof.judge_attention(FLASH, TRITON)
+        list(pool.map(proof.start, arms, range(len(arms))))
     scored = {proof.folder(arm.model): [other for other in arms if other.model == arm.model and other.has_tables]
               for arm in arms if arm.has_tables}  # fmt: skip
     with ThreadPoolExecutor(max(1, len(scored))) as pool:
         list(pool.map(proof.judge_tables, scored, scored.values()))
+    for arm in arms:
+        proof.judge(arm)
+    if {arm.name for arm in arms} >= {FLASH.name, TRITON.name}:
+        proof.judge_attention(FLASH, TRITON)
     if args.logs:
         with tarfile.open(args.logs, "w:gz") as tar:
             for log in sorted(args.work.glob("*.log")):
