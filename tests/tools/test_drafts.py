@@ -12,12 +12,25 @@ from vllm_exl3.checkpoint import read_layout
 from tools.local_model import dflash2, draft_files, model, mtp, train_drafts
 from tools.local_model.checkpoint import CheckpointError, read_checkpoint
 from tools.local_model.corpus import held_out_samples
-from tools.local_model.own_text import OwnText, acceptance, own_text
+from tools.local_model.own_text import OwnText, acceptance, measured_samples, own_text
 
 
 @pytest.fixture(scope="module")
 def target(local_model):
     return train_drafts.load_target(local_model, "cpu")
+
+
+@pytest.fixture(scope="session")
+def drafts(local_model):
+    return local_model.parent / "local-drafts"
+
+
+@pytest.fixture(scope="module")
+def answered(target, local_model) -> list[OwnText]:
+    """Six questions of those that are measured, of every length up to forty tokens."""
+    tokenizer = Tokenizer.from_file(str(local_model / "tokenizer.json"))
+    short = [s for s in measured_samples() if len(s.messages[-1]["content"] or "") < 120 and not s.tools]
+    return list(own_text(target.parameters, target.text, short[::6][:6], tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +201,53 @@ def test_acceptance_walks_as_an_engine_does():
     second = acceptance(text, wrong_at(1), k=3)
     assert (second.steps, second.accepted_at.tolist()) == (10, [10, 0, 0])
     assert "10 of 30 drafted tokens accepted, 33.3%" in str(second)
+
+
+# The shipped ones
+
+
+@pytest.fixture(scope="module", params=[train_drafts.BlockDraft, train_drafts.LayerDraft], ids=["dflash2", "mtp"])
+def shipped(request, target, drafts):
+    draft = request.param(target, seed=0)
+    draft.read(drafts / draft.name)
+    return draft
+
+
+def test_all_that_ships_is_within_ten_megabytes(local_model, drafts):
+    files = [file for folder in (local_model, drafts) for file in folder.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 10_000_000
+
+
+def test_shipped_drafts_are_sometimes_right(shipped, answered):
+    good = acceptance(answered, shipped.draft, shipped.k)
+    assert 0.2 <= good.share <= 0.95  # few questions; report.json has all that are measured
+    name = {"dflash2": "fc.weight", "mtp": "eh_proj.weight"}[shipped.name]
+    whole = shipped.parameters
+    shipped.parameters = whole | {name: whole[name].flip(1)}  # damage must show
+    damaged = acceptance(answered, shipped.draft, shipped.k)
+    shipped.parameters = whole
+    assert damaged.share < 0.5 * good.share
+
+
+def test_the_report_is_of_drafts_that_are_sometimes_right(drafts):
+    report = json.loads((drafts / "report.json").read_text())
+    assert set(report) == {"dflash2, 7 tokens", "mtp, 3 tokens", "mtp, 1 tokens"}
+    least, most = train_drafts.ACCEPTED
+    assert all(least <= found["accepted"] <= most for found in report.values())
+
+
+def test_the_shipped_files_are_what_vllm_expects(local_model, drafts, target, tmp_path):
+    config, parameters = draft_files.read_dflash2(drafts / "dflash2")
+    assert config == dflash2.draft_config(target.text)
+    assert {name: tuple(tensor.shape) for name, tensor in parameters.items()} == dflash2.draft_shapes(config)
+    draft_files.join(tmp_path, local_model, drafts / "mtp")
+    _, tensors = read_checkpoint(tmp_path)
+    experts = [name for name in tensors if name.startswith("model.layers.3.mlp.experts.")]
+    assert experts
+    assert all(torch.equal(tensors[name.replace(".3.", ".4.", 1)], tensors[name]) for name in experts)
+    layer = draft_files.read_layer(drafts / "mtp", target.text, target.parameters)
+    expected = mtp.initial_parameters(target.parameters, target.text, seed=0)
+    assert {n: t.shape for n, t in layer.items()} == {n: t.shape for n, t in expected.items()}
 
 
 # Files

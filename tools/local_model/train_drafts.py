@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from tools.local_model import dflash2, draft_files, model, mtp
-from tools.local_model.corpus import held_out_samples, training_sample
+from tools.local_model.corpus import training_sample
 from tools.local_model.evaluate import load_parameters
-from tools.local_model.own_text import Acceptance, OwnText, acceptance, final_state, own_text
+from tools.local_model.own_text import Acceptance, OwnText, acceptance, final_state, measured_samples, own_text
 
 BLOCK_DRAFTS, LAYER_DRAFTS = 7, 3  # tokens drafted at once by DFlash2, and one after the other by the MTP layer
 SELECTOR_WEIGHT, WARMUP_STEPS = 1.0, 50
 ACCEPTED = (0.3, 0.9)  # what drafts that are sometimes right may reach
 MOST_AT_FIRST = 0.85  # stop here too: drafted alone, the first token must not be right too often
-TESTS_EVERY, TESTED_AT_ONCE, CHECKS_EVERY = 13, 8, 4  # held-out conversations; fewer while it learns
+TESTED_AT_ONCE, CHECKS_EVERY = 8, 4  # held-out conversations; of these parts one in so many while it learns
 
 
 @dataclass
@@ -60,6 +60,10 @@ class BlockDraft:
         self.parameters = {name: tensor.to(target.head.device) for name, tensor in parameters.items()}
         self.trained = list(self.parameters)
 
+    def read(self, path: Path) -> None:
+        self.config, parameters = draft_files.read_dflash2(path)
+        self.parameters = {name: tensor.to(self.target.head.device) for name, tensor in parameters.items()}
+
     def states(self, part: OwnText, anchors: torch.Tensor) -> torch.Tensor:
         return dflash2.block_states(
             self.parameters, self.config, self.target.embedding, part.ids, part.taps, anchors, self.k
@@ -90,6 +94,10 @@ class LayerDraft:
         self.target = target
         self.parameters = mtp.initial_parameters(target.parameters, target.text, seed)
         self.trained = [name for name in self.parameters if mtp.is_trained(name)]
+
+    def read(self, path: Path) -> None:
+        parameters = draft_files.read_layer(path, self.target.text, self.target.parameters)
+        self.parameters = {name: tensor.to(self.target.head.device) for name, tensor in parameters.items()}
 
     def states(self, part: OwnText, anchors: torch.Tensor, next_token):
         final = self.target.final(part)
@@ -188,6 +196,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("models/local"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--drafts", default="dflash2,mtp", help="which to train")
+    parser.add_argument("--measure", action="store_true", help="only measure what is in OUT, and write its report.json")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=2000, help="conversations to learn from")
     parser.add_argument("--states", type=Path, help="keep the model's states in this file, or take them from it")
@@ -208,8 +217,9 @@ def prepared_states(args, target: Target) -> tuple[list[OwnText], list[OwnText]]
         return tuple([OwnText(*parts) for parts in kept] for kept in torch.load(args.states))
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     rng = random.Random(args.seed)
-    data = said_by(target, [training_sample(rng) for _ in range(args.samples)], tokenizer, 32, "to learn from")
-    tests = said_by(target, held_out_samples()[::TESTS_EVERY], tokenizer, TESTED_AT_ONCE, "held out")
+    samples = [] if args.measure else [training_sample(rng) for _ in range(args.samples)]
+    data = said_by(target, samples, tokenizer, 32, "to learn from")
+    tests = said_by(target, measured_samples(), tokenizer, TESTED_AT_ONCE, "held out")
     if args.states:
         torch.save([[(part.ids, part.taps, part.said) for part in parts] for parts in (data, tests)], args.states)
     return data, tests
@@ -224,9 +234,11 @@ def main() -> None:
     for kind in (BlockDraft, LayerDraft):
         if kind.name in args.drafts.split(","):
             draft = kind(target, args.seed)
-            train(draft, data, tests, args, lambda **fields: print(json.dumps(fields), flush=True))
-            draft.parameters = draft_files.rounded(draft.parameters)
-            draft.write(args.out / draft.name, args.model)
+            if not args.measure:
+                train(draft, data, tests, args, lambda **fields: print(json.dumps(fields), flush=True))
+                draft.parameters = draft_files.rounded(draft.parameters)
+                draft.write(args.out / draft.name, args.model)
+            draft.read(args.out / draft.name)
             report |= measured(draft, tests, args.device)
     (args.out / "report.json").write_text(json.dumps({n: a.as_dict() for n, a in report.items()}, indent=2) + "\n")
     for name, found in report.items():
