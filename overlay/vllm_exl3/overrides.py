@@ -1,6 +1,7 @@
 """Named overrides of vLLM: what is replaced, why, until when, and a check that it is still what it was.
 
-Only where vLLM has no seam. The tables are `glm5_next.TABLE` (every platform) and `cpu.overrides.TABLE`.
+Only where vLLM has no seam. The tables are `glm5_next.TABLE` (every platform), `cpu.overrides.TABLE`, and those of
+`guards`.
 """
 
 import hashlib
@@ -35,9 +36,14 @@ def instead(replacement: Any) -> Callable[[Any], Any]:
     return lambda _original: replacement
 
 
-def because(why: str, until: str, module: str, *entries: tuple[str, str, Callable[[Any], Any]]) -> list[Override]:
-    """Overrides that share a reason and a module: (attribute, fingerprint, replacement) each."""
-    return [Override(module, attribute, why, until, (known,), replace) for attribute, known, replace in entries]
+def because(
+    why: str, until: str, module: str, *entries: tuple[str, str | tuple[str, ...], Callable[[Any], Any]]
+) -> list[Override]:
+    """Overrides that share a reason and a module: (attribute, fingerprint or several, replacement) each."""
+    return [
+        Override(module, attribute, why, until, (known,) if isinstance(known, str) else known, replace)
+        for attribute, known, replace in entries
+    ]
 
 
 _installed: set[Override] = set()
@@ -52,15 +58,19 @@ def install(table: Iterable[Override]) -> None:
 
 
 def apply(override: Override, module: ModuleType) -> None:
-    *path, last = override.attribute.split(".")
-    holder = module
-    for name in path:
-        holder = _get(override, holder, name)
-    original = _get(override, holder, last)
-    seen = fingerprint(original)
+    holder, original = check(override, module)
+    setattr(holder, override.attribute.rpartition(".")[2], override.replace(original))
+
+
+def check(override: Override, module: ModuleType) -> tuple[Any, Any]:
+    """(what holds the target, the target). Raises RuntimeError if it is not what the override was written for."""
+    holder, target = None, module
+    for name in override.attribute.split("."):
+        holder, target = target, _get(override, target, name)
+    seen = fingerprint(target)
     if seen not in override.known:
         raise RuntimeError(_changed(override, f"its source has the fingerprint {seen}"))
-    setattr(holder, last, override.replace(original))
+    return holder, target
 
 
 def _get(override: Override, holder: Any, name: str) -> Any:

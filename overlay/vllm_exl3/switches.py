@@ -1,10 +1,12 @@
-"""The two run-time settings of the CUDA path, read once from the environment."""
+"""The run-time settings of the plugin, read once from the environment."""
 
 import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from vllm_exl3 import guards
 
 # exllamav3's fused kernel keeps this many rows of an expert at most.
 MOST_FEW_ROWS = 128
@@ -40,10 +42,11 @@ class SwitchError(ValueError):
 class Switches:
     """`fat_grouped`: many rows go to the grouped kernel, else through decoded weights and plain products.
     `fat_crossover`: tokens of a step, and rows of an expert in a longer one, that stay with exllamav3's kernels; None
-    leaves it to the device."""
+    leaves it to the device. `guards_off`: names of guards.NAMES that are left out."""
 
     fat_grouped: bool = True
     fat_crossover: int | None = None
+    guards_off: tuple[str, ...] = ()
 
     def few(self, capability_major: int) -> Few:
         if self.fat_crossover is not None:
@@ -59,7 +62,10 @@ def parse(environment: Mapping[str, str]) -> Switches:
     crossover = environment.get("EXL3_FAT_CROSSOVER", "").strip()
     if crossover and not (crossover.isascii() and crossover.isdigit() and int(crossover) <= MOST_FEW_ROWS):
         raise SwitchError(f"EXL3_FAT_CROSSOVER: is {crossover!r}, expected rows per expert, 0 to {MOST_FEW_ROWS}")
-    return Switches(grouped == "1", int(crossover) if crossover else None)
+    off = tuple(name.strip() for name in environment.get("EXL3_GUARDS_OFF", "").split(",") if name.strip())
+    if unknown := [name for name in off if name not in guards.NAMES]:
+        raise SwitchError(f"EXL3_GUARDS_OFF: names {unknown[0]!r}, expected some of {', '.join(guards.NAMES)}")
+    return Switches(grouped == "1", int(crossover) if crossover else None, off)
 
 
 @functools.cache
