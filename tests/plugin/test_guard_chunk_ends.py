@@ -28,11 +28,12 @@ def cases() -> list[Case]:
     cases = []
     for _ in range(30):
         drafts, seats = chance.choice([0, 1, 3, 7]), chance.choice([2, 4, 8])
-        least = chunk_ends.needed_budget(seats, POOL, 1 + drafts)
+        block, least = chance.choice([64, 256, 512]), chunk_ends.needed_budget(seats, POOL, 1 + drafts)
+        blocks = 2048 // block + 2 * (3 + drafts)  # room for the longest request and little more
         cases.append(Case(
             budget=chance.choice([least, least + 1, chance.randint(least, 300), chance.randint(300, 900)]),
-            block=chance.choice([256, 512]), drafts=drafts, seats=seats, align=chance.random() < 0.7,
-            ahead=chance.random() < 0.5, blocks=chance.choice([16, 24, 400]),
+            block=block, drafts=drafts, seats=seats, align=chance.random() < 0.7, ahead=chance.random() < 0.5,
+            blocks=chance.choice([blocks, blocks + 8, 400]),
         ))  # fmt: skip
     return cases
 
@@ -51,7 +52,7 @@ def talk(run: Run, seed: int, images: bool = False) -> list[Chunk]:
         if names and step % 3 == 0:
             own = [chance.randrange(256) for _ in range(chance.randint(1, 300))]
             tokens = shared[: chance.choice([0, 700, 1100, 1500])] + own
-            run.add(names.pop(), tokens, chance.randint(1, 40), pictures(chance, len(tokens)) if images else ())
+            run.add(names.pop(), tokens, chance.choice([1, 5, 40, 200]), pictures(chance, len(tokens)) if images else ())
         if step % 41 == 40 and run.scheduler.running:
             run.abort(chance.choice(run.scheduler.running).request_id)
 
@@ -67,7 +68,7 @@ def pictures(chance: random.Random, tokens: int) -> list[tuple[int, int]]:
     return found
 
 
-def off_pool(chunks: list[Chunk], case: Case, longer_than: int = 0) -> list[Chunk]:
+def off_pool(chunks: list[Chunk], longer_than: int = 0) -> list[Chunk]:
     return [chunk for chunk in chunks if chunk.prefill and chunk.start % POOL and chunk.count > longer_than]
 
 
@@ -76,16 +77,16 @@ def test_every_chunk_starts_on_a_pool(config, cases):
     for seed, case in enumerate(cases):
         run = start(chunk_ends.scheduler, config, case, seed)
         chunks = talk(run, seed)
-        assert off_pool(chunks, case) == [], case
+        assert off_pool(chunks) == [], case
         hits += run.hits
         preempted += run.preempted
-    assert hits > 10 and preempted > 10, "the cases exercise neither prefix cache nor preemption"
+    assert hits > 10 and preempted > 5, "the cases exercise neither prefix cache nor preemption"
 
 
 def test_without_the_guard_chunks_start_inside_pools(config, cases):
     wrong = {}
     for seed, case in enumerate(cases):
-        wrong[case] = len(off_pool(talk(start(own(case), config, case, seed), seed), case))
+        wrong[case] = len(off_pool(talk(start(own(case), config, case, seed), seed)))
     for choice in ({"align": True}, {"align": False}, {"ahead": True}, {"ahead": False}):
         assert any(count for case, count in wrong.items() if choice.items() <= vars(case).items()), choice
 
@@ -96,7 +97,7 @@ def test_images_that_wait_for_the_encoder_do_not_stop_a_prompt(config, cases):
         case = replace(case, image_cache=48)
         run = start(chunk_ends.scheduler, config, case, seed)
         chunks = talk(run, seed, images=True)
-        assert off_pool(chunks, case, longer_than=1 + case.drafts) == [], case
+        assert off_pool(chunks, longer_than=1 + case.drafts) == [], case
 
 
 def test_a_rule_that_always_waits_would_wait_for_ever(config, monkeypatch):
@@ -104,7 +105,7 @@ def test_a_rule_that_always_waits_would_wait_for_ever(config, monkeypatch):
     run = start(chunk_ends.scheduler, config, Case(image_cache=48))
     run.add("two-images", [1] * 300, 1, [(10, 36), (47, 48)])
     monkeypatch.setattr(chunk_ends, "chunk_tokens", lambda *args: rule(*args[:5]))
-    with pytest.raises(AssertionError, match=r"not over after .* two-images"):
+    with pytest.raises(AssertionError, match=r"not over after .*two-images"):
         run.finish()
 
 
@@ -134,8 +135,8 @@ def test_decoding_is_left_alone(config):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_switch_brings_vllm_s_own_back(config, ahead, monkeypatch):
-    case = Case(ahead=ahead)
-    assert isinstance(start(chunk_ends.scheduler, config, case).scheduler, (chunk_ends.WholePools, own(case)))
+    case, guarded = Case(ahead=ahead), chunk_ends.AsyncPoolScheduler if ahead else chunk_ends.PoolScheduler
+    assert type(start(chunk_ends.scheduler, config, case).scheduler) is guarded
     monkeypatch.setattr(chunk_ends, "switches", lambda: switches.parse({"EXL3_GUARDS_OFF": "topk-ids, chunk-ends"}))
     assert type(start(chunk_ends.scheduler, config, case).scheduler) is own(case)
 
