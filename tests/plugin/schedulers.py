@@ -128,7 +128,8 @@ class Run:
         """Each request but those that are still `reading` gets a token, and as many drafts as chance accepts."""
         names = list(output.num_scheduled_tokens)
         drafts = [len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names]
-        counts = [0 if name in reading else 1 + self.random.randint(0, most) for name, most in zip(names, drafts)]
+        counts = [0 if name in reading else 1 + self.random.randint(0, most)
+                  for name, most in zip(names, drafts, strict=True)]  # fmt: skip
         sampled = [[self.random.randrange(VOCAB) for _ in range(count)] for count in counts]
         indices = {name: index for index, name in enumerate(names)}
         self.scheduler.update_from_output(output, ModelRunnerOutput(names, indices, sampled))

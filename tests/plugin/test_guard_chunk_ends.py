@@ -52,7 +52,8 @@ def talk(run: Run, seed: int, images: bool = False) -> list[Chunk]:
         if names and step % 3 == 0:
             own = [chance.randrange(256) for _ in range(chance.randint(1, 300))]
             tokens = shared[: chance.choice([0, 700, 1100, 1500])] + own
-            run.add(names.pop(), tokens, chance.choice([1, 5, 40, 200]), pictures(chance, len(tokens)) if images else ())
+            seen = pictures(chance, len(tokens)) if images else ()
+            run.add(names.pop(), tokens, chance.choice([1, 5, 40, 200]), seen)
         if step % 41 == 40 and run.scheduler.running:
             run.abort(chance.choice(run.scheduler.running).request_id)
 

@@ -169,3 +169,9 @@ def test_what_is_off_is_not_installed(monkeypatch):
     monkeypatch.setattr(overrides, "install", installed.append)
     guards.install(("topk-ids", "chunk-ends"))
     assert installed == [block_sizes.TABLE, decode_rows.TABLE]
+
+
+def test_the_launcher_knows_the_same_guards():
+    from launcher.kinds import GUARDS
+
+    assert GUARDS == guards.NAMES
