@@ -96,8 +96,9 @@ class AsyncPoolScheduler(WholePools, AsyncScheduler):
 def scheduler(vllm_config, *args, **kwargs) -> Scheduler:
     """The scheduler for --scheduler-cls; vLLM's own where EXL3_GUARDS_OFF says so.
 
-    A function, since vLLM settles whether it schedules ahead only after the flag was given. Raises RuntimeError where vLLM's scheduler is not one that this was written for, ValueError where the settings
-    could make a prompt wait for ever.
+    A function, since vLLM settles whether it schedules ahead only after the flag was given. Raises RuntimeError where
+    vLLM's scheduler is not one that this was written for, ValueError where the settings could make a prompt wait for
+    ever.
     """
     guarded = guards.CHUNK_ENDS not in switches().guards_off
     if vllm_config.scheduler_config.async_scheduling:
