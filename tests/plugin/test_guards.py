@@ -68,7 +68,6 @@ def test_unequal_blocks_end_chunks_inside_a_state(config):
 def test_the_engine_asks_the_guard(config):
     import vllm.v1.engine.core as core
 
-    guards.install()
     case = Case(attention_block=256)
     with pytest.raises(ValueError, match="recurrent state"):
         core.resolve_kv_cache_block_sizes(cache_groups(case), with_case(config, case))
@@ -139,11 +138,10 @@ def test_right_ids_stay_as_they_are():
     assert torch.equal(expand(WRITTEN.clone(), SEQ_LENS, POOL), torch_expand(WRITTEN, SEQ_LENS, POOL))
 
 
-def test_the_list_of_pools_starts_empty():
+def test_the_list_of_pools_starts_empty(config):
     """In the module itself: every int32 tensor that it makes by torch.empty is such a list."""
     from vllm.models.glm5next.nvidia import sparse_indexer
 
-    guards.install()
     ids = sparse_indexer.torch.empty((5, 7), dtype=sparse_indexer.torch.int32, device="cpu")
     assert ids.shape == (5, 7) and ids.dtype is torch.int32 and (ids == -1).all()
     assert sparse_indexer.torch.empty(3, dtype=torch.uint8).shape == (3,)
