@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from schedulers import Case, Chunk, Run, engine_config, start
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -160,3 +161,22 @@ def test_a_model_without_pools_is_left_alone(config, monkeypatch):
     case = Case(budget=301, align=False)
     chunks = talk(start(chunk_ends.scheduler, config, case), 3)
     assert chunks == talk(start(Scheduler, config, case), 3)
+
+
+def test_vllm_builds_a_pool_that_crosses_a_start_from_the_tokens_in_front(monkeypatch):
+    """What the guard is for: two chunks in one batch, the second from position 2 on. The kernel itself needs a GPU."""
+    from vllm.models.glm5next.nvidia import sparse_indexer
+
+    pools = {}
+
+    def kernel(_cache, keys, _gates, _ape, slots, write_mask, **_options):
+        for slot, pool in zip(slots[write_mask], keys[write_mask], strict=True):
+            pools[int(slot)] = pool.flatten().tolist()
+
+    monkeypatch.setattr(sparse_indexer.kpool_ops, "kpool_compress_and_write_cache", kernel)
+    first, second = torch.arange(0, 8), torch.arange(102, 108)
+    keys = torch.cat([first, second]).float().unsqueeze(1)  # a key is its position, 100 more in the second request
+    slots = torch.tensor([-1, -1, -1, 0, -1, -1, -1, 1, -1, 70, -1, -1, -1, 71])  # pools, at their last token
+    sparse_indexer._kpool_compress_insert(keys, keys, None, None, slots, POOL, 1, round_scale=False)
+    right = {0: [0, 1, 2, 3], 1: [4, 5, 6, 7], 71: [104, 105, 106, 107]}
+    assert pools == right | {70: [6, 7, 102, 103]}, "vLLM keeps requests apart now: the guard may go"
