@@ -150,6 +150,18 @@ def test_a_budget_that_starves_prompts_is_refused(config):
     start(chunk_ends.scheduler, config, replace(case, budget=36))
 
 
+@pytest.mark.parametrize(
+    ("part", "setting", "wrong", "right"),
+    [("cache_config", "prefix_match_unit", 2, 4), ("scheduler_config", "long_prefill_token_threshold", 3, 4)],
+)
+def test_settings_that_cut_pools_are_refused(config, monkeypatch, part, setting, wrong, right):
+    monkeypatch.setattr(getattr(config, part), setting, wrong)
+    with pytest.raises(ValueError, match=f"{setting} .* {wrong}"):
+        start(chunk_ends.scheduler, config, Case())
+    monkeypatch.setattr(getattr(config, part), setting, right)
+    start(chunk_ends.scheduler, config, Case())
+
+
 def test_another_vllm_is_refused(config, monkeypatch):
     monkeypatch.setattr(Scheduler, "_reserve_prefill_lookahead", lambda self, *args: args[-1])
     with pytest.raises(RuntimeError, match=r"Scheduler\._reserve_prefill_lookahead of vLLM .* fingerprint"):

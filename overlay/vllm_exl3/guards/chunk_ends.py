@@ -3,7 +3,7 @@
 The indexer of GLM-5.3 pools `index_kpool` neighbouring tokens. vLLM builds the pools of a prefill chunk from the
 chunk's own tokens and takes for granted that it starts with a pool. A pool that begins before the chunk is lost, or is
 built from the tokens of another request that happen to lie in front. Short chunks, up to the tokens of one decoding
-step, are pooled the way decoded tokens are, which is right from any start.
+step, are pooled the way decoded tokens are, which is right from any start (with the guard decode-rows in every batch).
 """
 
 import vllm.v1.core.sched.scheduler as target
@@ -55,10 +55,10 @@ class WholePools:
         self.pool = getattr(vllm_config.model_config.hf_text_config, "index_kpool", None) or 1
         self.short = 1 + self.num_spec_tokens
         if self.pool > 1:
-            self._check_budget(vllm_config)
+            self._check_settings(vllm_config)
 
-    def _check_budget(self, vllm_config) -> None:
-        """Raise ValueError if a prompt might never get a whole pool into a step."""
+    def _check_settings(self, vllm_config) -> None:
+        """Raise ValueError if a prompt might never get a whole pool into a step, or hit the cache inside a pool."""
         drafts = vllm_config.speculative_config
         slots = drafts.max_num_new_slots_for_drafting if drafts is not None else 0
         budget = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
@@ -74,6 +74,11 @@ class WholePools:
             raise ValueError(
                 f"long_prefill_token_threshold is {threshold}: a chunk must hold a whole pool of {self.pool} tokens; "
                 f"set it to {self.pool} or more, or to 0."
+            )
+        if self.hash_block_size % self.pool:
+            raise ValueError(
+                f"prefix_match_unit makes hits of the prefix cache end on multiples of {self.hash_block_size} tokens: "
+                f"they must be whole pools of {self.pool}; set a multiple of that or leave it out."
             )
 
     def _reserve_prefill_lookahead(self, request, num_computed_tokens: int, num_new_tokens: int) -> int:
