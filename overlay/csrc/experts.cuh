@@ -165,7 +165,7 @@ __device__ __forceinline__ void feed_rows(const Arguments& a, const Shape<kPass>
     ptx::barrier_wait(ptx::shared_address(&shared.jobs_full[q]), number / kQueue & 1);
     const Job job = shared.jobs[q];
     __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&shared.jobs_empty[q]));
+    ptx::barrier_arrive(ptx::shared_address(&shared.jobs_empty[q]));
     if (job.tile < 0) return;
     const Tile tile = a.t.tiles[job.tile];
     const int bytes = padded_rows(tile.rows) * kStepBytes;
@@ -223,9 +223,10 @@ __device__ __forceinline__ void multiply(
       }
     }
   };
-  auto release = [lane](uint64_t& barrier) {
+  // Every lane arrives for what it has read itself: as fast as one for all, and racecheck can follow it.
+  auto release = [](uint64_t& barrier) {
     __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&barrier));
+    ptx::barrier_arrive(ptx::shared_address(&barrier));
   };
 
   uint32_t first[kStreams][4], second[kStreams][4];
@@ -440,15 +441,15 @@ __global__ void __launch_bounds__(kBlockThreads, 1) experts_kernel(const __grid_
   if (threadIdx.x == 0) {
     for (int i = 0; i < R::kRowStages; ++i) {
       ptx::barrier_init(ptx::shared_address(&shared.rows_full[i]), 1);
-      ptx::barrier_init(ptx::shared_address(&shared.rows_empty[i]), kComputeWarps);
+      ptx::barrier_init(ptx::shared_address(&shared.rows_empty[i]), kComputeThreads);
     }
     for (int i = 0; i < R::kWeightStages; ++i) {
       ptx::barrier_init(ptx::shared_address(&shared.weights_full[i]), 1);
-      ptx::barrier_init(ptx::shared_address(&shared.weights_empty[i]), kComputeWarps);
+      ptx::barrier_init(ptx::shared_address(&shared.weights_empty[i]), kComputeThreads);
     }
     for (int i = 0; i < kQueue; ++i) {
       ptx::barrier_init(ptx::shared_address(&shared.jobs_full[i]), 1);
-      ptx::barrier_init(ptx::shared_address(&shared.jobs_empty[i]), kComputeWarps + 1);
+      ptx::barrier_init(ptx::shared_address(&shared.jobs_empty[i]), kComputeThreads + 32);
     }
     ptx::barrier_init_fence();
   }
@@ -470,7 +471,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) experts_kernel(const __grid_
     ptx::barrier_wait(ptx::shared_address(&shared.jobs_full[q]), number / kQueue & 1);
     const Job job = shared.jobs[q];
     __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&shared.jobs_empty[q]));
+    ptx::barrier_arrive(ptx::shared_address(&shared.jobs_empty[q]));
     if (job.tile < 0) break;
     const Tile tile = a.t.tiles[job.tile];
     stage_vectors<D, kPass>(a, shape, shared, tile.expert, job.panel, number & 1);
