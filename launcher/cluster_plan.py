@@ -159,10 +159,12 @@ def guards(config, place: Place, found: Found) -> Iterator[Unit]:
 def geometry_notes(config) -> Iterator[str]:
     """Which cache rows the attention reads, why, and what they cost."""
     said = {
-        "auto": "the 512-wide kernel where the image's FlashInfer has it, padded rows elsewhere; 656 bytes a row",
-        "native": "FlashInfer's 512-wide kernel; 656 bytes a row",
-        "padded": "512 columns padded to 576 with zeros, exact, an eighth more to multiply; 656 bytes a row",
-        "compact": "the 512-wide kernel on 528 bytes a row, 18.6 % less cache per token; not yet measured on a Spark",
+        "auto": "656 bytes per token and layer; the 512-wide kernel where the image's FlashInfer has it, else padded "
+        "rows; the log of each rank says which",
+        "native": "656 bytes per token and layer, FlashInfer's 512-wide kernel",
+        "padded": "656 bytes per token and layer, 512 columns padded to 576 with zeros: exact, an eighth more products",
+        "compact": "528 bytes per token and layer, the 512-wide kernel; 18.6 % less cache per token with the indexer's "
+        "keys; not measured on a Spark",
     }
     if config["MLA_GEOMETRY"] in said:
         yield f"MLA_GEOMETRY={config['MLA_GEOMETRY']}: {said[config['MLA_GEOMETRY']]}."

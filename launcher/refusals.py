@@ -85,6 +85,16 @@ def refuse_compact_rows(config) -> Iterable[str]:
             )
 
 
+def refuse_triton_attention(config) -> str | None:
+    if not any("TRITON_ATTN" in word.upper() for word in config["EXTRA_ARGS"]):
+        return None
+    return (
+        "EXTRA_ARGS names TRITON_ATTN: as the draft's attention it lost most drafts on the older preview, and the "
+        "model's own attention it cannot be; leave it out, the draft runs on FLASH_ATTN. Equal acceptance, measured, "
+        "would lift this."
+    )
+
+
 def refuse_small_steps(config) -> str | None:
     """A step holds a pool beside all decoding requests, or with the prefix cache a state block once it could at all."""
     drafts, seats, tokens = draft_tokens(config), int(config["MAX_NUM_SEQS"]), int(config["MAX_NUM_BATCHED_TOKENS"])
@@ -162,8 +172,8 @@ def refuse_secret_in_extra(config) -> str | None:
 
 
 REFUSALS: tuple[Callable, ...] = (
-    refuse_cache_type, refuse_marlin, refuse_compact_rows, refuse_small_steps, refuse_sliced_experts,
-    refuse_shared_ports, refuse_owned_flags, refuse_secret_in_extra,
+    refuse_cache_type, refuse_marlin, refuse_compact_rows, refuse_triton_attention, refuse_small_steps,
+    refuse_sliced_experts, refuse_shared_ports, refuse_owned_flags, refuse_secret_in_extra,
 )  # fmt: skip
 
 

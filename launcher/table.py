@@ -218,8 +218,9 @@ MEMORY = (
         "Type of the KV cache; both mean packed FP8, the only one that the attention kernels read.",
         flag="--kv-cache-dtype", choices=("fp8", "auto")),
     Row("MLA_GEOMETRY", kinds.CHOICE, "auto", Goes.ENVIRONMENT, Group.MEMORY,
-        "Layout of the attention's cache rows. native and padded take 656 bytes; compact takes 528, which leaves "
-        "room for a fifth more context; auto is native where the image's FlashInfer has it, else padded.",
+        "Layout of the attention's cache rows. native and padded take 656 bytes per token and layer; compact takes "
+        "528, which leaves room for a fifth more context; auto is native where the image's FlashInfer has it, else "
+        "padded. docs/architecture.md compares them.",
         choices=("auto", "native", "padded", "compact"),
         reason="compact has not been measured on a Spark; such a measurement would make it the default."),
     Row("MAX_NUM_SEQS", kinds.INTEGER, 4, Goes.SERVER, Group.MEMORY, "Requests that are computed at the same time.",
@@ -266,6 +267,11 @@ ENGINE = (
         f"Guards against defects of vLLM that are left out, with commas between them: {', '.join(kinds.GUARDS)}. "
         "docs/engine-truth.md says what each is for.", empty="all guard",
         reason="Each keeps a known defect from giving wrong answers. A version of vLLM without the defect lifts it."),
+    Row("PDL", kinds.SWITCH, False, Goes.ENVIRONMENT, Group.ENGINE,
+        "Let vLLM's kernels start before their predecessors end (programmatic dependent launch).",
+        reason="vLLM turns it on for every GPU from Hopper on; on this one a kernel that reads too early would garble "
+               "text without an error, and nobody has tested it. Equal answers with it in the soak test on a Spark "
+               "would lift it."),
     Row("VLLM_USE_DEEP_GEMM", kinds.SWITCH, True, Goes.ENVIRONMENT, Group.ENGINE,
         "DeepGEMM's matrix products where layers are FP8. Set 0 if the image's self-check reports a fault in them "
         "(vllm#54125)."),

@@ -53,7 +53,7 @@ def speculative_config(config, paths: Mapping[str, str]) -> str | None:
         "model": paths["draft"],
         "num_speculative_tokens": config["SPEC_TOKENS"],
         # The target packs its cache; without a word of its own the draft would take the same type, which its
-        # attention cannot read.
+        # attention cannot read. (The checkpoint's own draft layer is attention of the target's kind and needs it.)
         "kv_cache_dtype": "auto",
         "attention_backend": "FLASH_ATTN",
         "draft_tensor_parallel_size": nodes if DRAFT_HEADS % nodes == 0 else 1,
@@ -127,6 +127,7 @@ RESERVED = {
     "--api-key": "set VLLM_API_KEY, so that the key stays out of argument lists",
     "--config": "a file of flags would not be seen by these checks; write the flags into EXTRA_ARGS",
     "--kda-prefill-backend": "set KDA_PREFILL_BACKEND",
+    "--attention-backend": "the model's is sparse MLA and the draft's FLASH_ATTN; others do not read their caches",
     "--pipeline-parallel-size": "the model is sliced over the nodes by tensor parallelism",
     "--data-parallel-size": "the nodes serve one copy of the model",
 }

@@ -8,7 +8,8 @@ _registered = False
 
 
 def register() -> None:
-    """Teach vLLM the `exl3` quantization method; on the CPU platform also what it lacks for GLM-5.3.
+    """Teach vLLM the `exl3` quantization method; on the CPU platform also what it lacks for GLM-5.3, and on SM12x
+    GPUs the geometries of its attention.
 
     vLLM may call this several times in one process; only the first call does anything.
     Raises RuntimeError if another package has already registered `exl3`.
@@ -37,7 +38,9 @@ def register() -> None:
 
         cpu.install()
     else:
-        from vllm_exl3 import few_rows
+        from vllm_exl3 import few_rows, nope_mla, pdl
 
         few_rows.keep_one_stream()
+        nope_mla.install()
+        pdl.install()
     _registered = True

@@ -5,6 +5,7 @@ Only where vLLM has no seam. The tables are `glm5_next.TABLE` (every platform), 
 """
 
 import hashlib
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -34,6 +35,11 @@ class Override:
 def instead(replacement: Any) -> Callable[[Any], Any]:
     """A replacement that does not need the original."""
     return lambda _original: replacement
+
+
+def unchanged(original: Any) -> Any:
+    """For a target that is only checked (`require`)."""
+    return original
 
 
 def because(
@@ -73,6 +79,12 @@ def check(override: Override, module: ModuleType) -> tuple[Any, Any]:
     return holder, target
 
 
+def require(table: Iterable[Override]) -> None:
+    """Check every target and change none: for what is extended rather than replaced."""
+    for override in table:
+        check(override, importlib.import_module(override.module))
+
+
 def _get(override: Override, holder: Any, name: str) -> Any:
     if not hasattr(holder, name):
         raise RuntimeError(_changed(override, f"there is no {name}"))
@@ -84,8 +96,8 @@ def _changed(override: Override, seen: str) -> str:
 
     return (
         f"{override.name} of vLLM {vllm.__version__} is not what the override was written for: {seen}, known "
-        f"are {', '.join(override.known)}. It is replaced because {override.why}. Install the vLLM version of "
-        f"requirements/, or review the override and add the fingerprint."
+        f"are {', '.join(override.known)}. It is replaced or extended because {override.why}. Install the vLLM version "
+        f"of requirements/, or review the override and add the fingerprint."
     )
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from vllm_exl3 import guards
 
+MLA_GEOMETRIES = ("auto", "native", "padded", "compact")
+
 # exllamav3's fused kernel keeps this many rows of an expert at most.
 MOST_FEW_ROWS = 128
 
@@ -42,10 +44,13 @@ class SwitchError(ValueError):
 class Switches:
     """`fat_grouped`: many rows go to the grouped kernel, else through decoded weights and plain products.
     `fat_crossover`: tokens of a step, and rows of an expert in a longer one, that stay with exllamav3's kernels; None
-    leaves it to the device. `guards_off`: names of guards.NAMES that are left out."""
+    leaves it to the device. `mla_geometry` and `pdl` count on SM12x only (docs/architecture.md).
+    `guards_off`: names of guards.NAMES that are left out."""
 
     fat_grouped: bool = True
     fat_crossover: int | None = None
+    mla_geometry: str = "auto"
+    pdl: bool = False
     guards_off: tuple[str, ...] = ()
 
     def few(self, capability_major: int) -> Few:
@@ -62,10 +67,16 @@ def parse(environment: Mapping[str, str]) -> Switches:
     crossover = environment.get("EXL3_FAT_CROSSOVER", "").strip()
     if crossover and not (crossover.isascii() and crossover.isdigit() and int(crossover) <= MOST_FEW_ROWS):
         raise SwitchError(f"EXL3_FAT_CROSSOVER: is {crossover!r}, expected rows per expert, 0 to {MOST_FEW_ROWS}")
+    geometry = environment.get("MLA_GEOMETRY", "").strip() or "auto"
+    if geometry not in MLA_GEOMETRIES:
+        raise SwitchError(f"MLA_GEOMETRY: is {geometry!r}, expected one of {', '.join(MLA_GEOMETRIES)}")
+    pdl = environment.get("PDL", "").strip() or "0"
+    if pdl not in ("0", "1"):
+        raise SwitchError(f"PDL: is {pdl!r}, expected 0 (off) or 1 (programmatic dependent launch on SM12x)")
     off = tuple(name.strip() for name in environment.get("EXL3_GUARDS_OFF", "").split(",") if name.strip())
     if unknown := [name for name in off if name not in guards.NAMES]:
         raise SwitchError(f"EXL3_GUARDS_OFF: names {unknown[0]!r}, expected some of {', '.join(guards.NAMES)}")
-    return Switches(grouped == "1", int(crossover) if crossover else None, off)
+    return Switches(grouped == "1", int(crossover) if crossover else None, geometry, pdl == "1", off)
 
 
 @functools.cache

@@ -59,6 +59,12 @@ def test_no_secret_is_printed_or_an_argument(executor, is_found):
     assert "VLLM_API_KEY=<set, not shown>" in text
 
 
+@pytest.mark.parametrize(("geometry", "bytes_"), [("auto", 656), ("native", 656), ("padded", 656), ("compact", 528)])
+def test_the_plan_says_what_a_token_costs(geometry, bytes_):
+    said = [note for note in plan_of(settings(MLA_GEOMETRY=geometry)).notes if note.startswith("MLA_GEOMETRY")]
+    assert len(said) == 1 and f"MLA_GEOMETRY={geometry}: {bytes_} bytes per token and layer" in said[0]
+
+
 def test_secrets_are_in_private_files_only():
     plan = plan_of(settings(VLLM_API_KEY=SECRET))
     holders = [file for rank in plan.ranks for file in rank.files if SECRET.encode() in file.content]

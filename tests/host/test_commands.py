@@ -87,6 +87,7 @@ def test_guards_are_in_every_rank():
 def test_settings_of_the_plugin_are_variables():
     assert environment(1, EXL3_FAT_GROUPED=0, MLA_GEOMETRY="padded")["EXL3_FAT_GROUPED"] == "0"
     assert environment(1, MLA_GEOMETRY="padded")["MLA_GEOMETRY"] == "padded"
+    assert (environment(1)["PDL"], environment(1, PDL=1)["PDL"]) == ("0", "1")
 
 
 def test_ray_is_absent_from_mp():
@@ -325,6 +326,8 @@ def test_defaults_are_allowed(topology):
         ({"EXTRA_ARGS": "--moe_backend=MARLIN"}, "MOE_BACKEND is marlin"),
         ({"MLA_GEOMETRY": "compact", "EXTRA_ARGS": "-dcp 2"}, "compact and EXTRA_ARGS has --decode-context-para"),
         ({"MLA_GEOMETRY": "compact", "EXTRA_ARGS": "--kv-transfer-config '{}'"}, "compact .* --kv-transfer-config"),
+        ({"EXTRA_ARGS": "--attention-config.backend TRITON_ATTN"}, "names TRITON_ATTN: .* FLASH_ATTN. .* would lift"),
+        ({"EXTRA_ARGS": "--attention-backend flashinfer"}, "--attention-backend: the model's is sparse MLA"),
         ({"MAX_NUM_BATCHED_TOKENS": 2048, "EXL3_GUARDS_OFF": "chunk-ends"},
          r"MAX_NUM_BATCHED_TOKENS is 2048: .* whole state block .* silently lose .* set it to \d+ or more"),
         ({"PORT": 6380}, "PORT is 6380: Ray takes the ports 6379 to 6430"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,6 +97,16 @@ class Perturbation:
 
 def logits(parameters: Parameters, ids: torch.Tensor, text: dict, training: Perturbation | None = None) -> torch.Tensor:
     """ids [batch, tokens] (padding on the right is harmless) -> logits [batch, tokens, vocabulary]."""
+    for streams in residual_streams(parameters, ids, text, training):
+        last = streams
+    hidden = rms_norm(last.mean(2), parameters["norm.weight"], text["rms_norm_eps"])
+    return F.linear(training.disturbed(hidden) if training else hidden, parameters["lm_head.weight"])
+
+
+def residual_streams(
+    parameters: Parameters, ids: torch.Tensor, text: dict, training: Perturbation | None = None
+) -> Iterator[torch.Tensor]:
+    """The residual streams [batch, tokens, n, hidden] that leave each layer, first to last."""
     p = parameters
     disturbed = training.disturbed if training else lambda x: x
     streams = p["embed_tokens.weight"][ids].unsqueeze(2).expand(-1, -1, text["hc_mult"], -1)
@@ -109,8 +120,7 @@ def logits(parameters: Parameters, ids: torch.Tensor, text: dict, training: Pert
         else:
             feed_forward = partial(moe, p, prefix + "mlp.", text=text, training=training)
         streams = _hyper_connected(p, prefix, "ffn", streams, text, lambda x, block=feed_forward: block(disturbed(x)))
-    hidden = rms_norm(streams.mean(2), p["norm.weight"], text["rms_norm_eps"])
-    return F.linear(disturbed(hidden), p["lm_head.weight"])
+        yield streams
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -24,6 +24,7 @@ BESIDES = 8  # log-probabilities of other tokens, to tell a near-tie
 LENGTHS = (5, 40, 700, 17, 130, 1, 300, 1500)
 AT_ONCE = (1, 2, 4, 8)
 TABLE_LENGTHS = (3, 40, 130, 300)
+COUNTERS = {"drafts": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
 
 
 def prompts(model: Path, lengths, seed: int) -> list[list[int]]:
@@ -45,6 +46,21 @@ def conversations(model: Path) -> list[list[int]]:
     return [encode(sample, tokenizer)[0] for sample in held_out_samples()]
 
 
+def questions(model: Path) -> list[list[int]]:
+    """Held-out conversations up to where the last answer begins."""
+    from tokenizers import Tokenizer
+
+    from tools.local_model.corpus import encode
+    from tools.local_model.own_text import measured_samples
+
+    tokenizer, asked = Tokenizer.from_file(str(model / "tokenizer.json")), []
+    for sample in measured_samples():
+        ids, produced = encode(sample, tokenizer)
+        end = max(i for i, is_produced in enumerate(produced) if not is_produced)
+        asked.append(ids[: end + 1])
+    return asked
+
+
 def vocabulary(model: Path) -> int:
     return json.loads((model / "config.json").read_text())["text_config"]["vocab_size"]
 
@@ -58,13 +74,18 @@ def table_prompts(model: Path) -> list[list[int]]:
 def start(model: str, options: dict):
     import vllm_exl3
     from vllm import LLM
+    from vllm.model_executor.layers import logits_processor
 
     vllm_exl3.register()
+    # The candidates of a DFlash2 draft: FlashInfer would compile its top-k first, torch's gives the same.
+    assert callable(logits_processor._flashinfer_topk), "vLLM chooses its top-k otherwise now"
+    logits_processor._flashinfer_topk = lambda: None
     return LLM(
         model, dtype="bfloat16", max_model_len=MAX_LENGTH, max_num_seqs=8, max_num_batched_tokens=2048,
         gpu_memory_utilization=0.1, enable_prefix_caching=False, skip_tokenizer_init=True, seed=0,
         kernel_config={"enable_flashinfer_autotune": False},
         additional_config={"kda_prefill_backend": "triton"},
+        disable_log_stats="speculative_config" not in options,
         **options,
     )  # fmt: skip
 
@@ -72,24 +93,46 @@ def start(model: str, options: dict):
 def sampling(**more):
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False, **more)
+    return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True} | more, temperature=0, detokenize=False)
 
 
 def answers(llm, asked: list[list[int]]) -> dict[str, list]:
     """Requests at once -> per request its tokens and, at each step, the most likely ones' log-probabilities."""
-    result = {}
-    for count in AT_ONCE:
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in asked[:count]], sampling(logprobs=BESIDES), use_tqdm=False
-        )
-        result[str(count)] = [
-            {
-                "tokens": list(output.outputs[0].token_ids),
-                "logprobs": [{str(t): row[t].logprob for t in row} for row in output.outputs[0].logprobs],
-            }
-            for output in outputs
-        ]
-    return result
+    return {str(count): said_to(llm, asked[:count]) for count in AT_ONCE}
+
+
+def said_to(llm, asked: list[list[int]], **more) -> list[dict]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in asked]
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [{str(t): row[t].logprob for t in row} for row in output.outputs[0].logprobs],
+        }
+        for output in llm.generate(prompts, sampling(logprobs=BESIDES, **more), use_tqdm=False)
+    ]
+
+
+def own_text(llm, model: Path) -> list[dict]:
+    """The trained model's whole answers to questions that it knows: what its drafts were trained to foresee."""
+    from tools.local_model.own_text import ANSWER_TOKENS
+
+    ends = json.loads((model / "config.json").read_text())["eos_token_id"]
+    return said_to(llm, questions(model), max_tokens=ANSWER_TOKENS, ignore_eos=False, stop_token_ids=ends)
+
+
+def acceptance(llm) -> dict:
+    """vLLM's own counters since the engine's start: steps with drafts, tokens drafted, accepted, by position."""
+    found = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
+    counts = {ours: found[name].value for ours, name in COUNTERS.items()}
+    return counts | {"by_position": list(found["accepted_tokens_per_pos"].values)}
+
+
+def counted(llm, talk) -> tuple[list | dict, dict]:
+    """(what talk(llm) says, the acceptance while it was said)."""
+    before, said = acceptance(llm), talk(llm)
+    after = acceptance(llm)
+    positions = [n - m for n, m in zip(after.pop("by_position"), before.pop("by_position"), strict=True)]
+    return said, {name: after[name] - before[name] for name in after} | {"by_position": positions}
 
 
 def tables(llm, asked: list[list[int]], vocab: int) -> list[dict]:
@@ -123,6 +166,15 @@ def main() -> None:
     again = answers(llm, asked)
     said["repeats"] = [n for n in said["kernels"] if again[n] != said["kernels"][n]]
     clock.say("answered them again")
+    drafts = "speculative_config" in arm["options"]
+    if drafts:
+        _, said["acceptance"] = counted(llm, lambda llm: answers(llm, asked))
+    if arm.get("own_text"):
+        if drafts:
+            said["own_text"], said["acceptance"] = counted(llm, lambda llm: own_text(llm, model))
+        else:
+            said["own_text"] = own_text(llm, model)
+        clock.say(f"answered {len(said['own_text'])} questions")
     if arm.get("tables"):
         torch.save(tables(llm, table_prompts(model), vocab), out / f"{arm['name']}.tables.pt")
         clock.say("gave its tables")

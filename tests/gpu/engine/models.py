@@ -1,5 +1,5 @@
-"""The checkpoints that the engine proof serves: a random GLM-5.3-Flash whose sizes vLLM's CUDA kernels take, and
-the same with a draft layer.
+"""The checkpoints that the engine proof serves: a random GLM-5.3-Flash whose sizes vLLM's CUDA kernels take, the
+same with a draft layer, and a random DFlash2 draft for it.
 
     PYTHONPATH=overlay:. python tests/gpu/engine/models.py OUT
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from tools.local_model import dflash2, draft_files
 from tools.local_model.checkpoint import read_checkpoint, write_checkpoint
 from tools.local_model.make_random import write_random_model
 
@@ -33,6 +34,8 @@ SIZES = {
     },
 }
 
+DRAFT_SIZES = {"intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+
 
 def sizes(layers: tuple[str, ...]) -> dict:
     return SIZES | {
@@ -45,7 +48,7 @@ def sizes(layers: tuple[str, ...]) -> dict:
 
 def write_models(out: Path) -> None:
     """OUT/random: exllamav3's own layout, all MCG at 4 bits, which a trimmed build of its extension has.
-    OUT/random-mtp: the same layers and a draft layer."""
+    OUT/random-mtp: the same layers and a draft layer. OUT/random-dflash2: a draft of its own."""
     write_random_model(out / "random", all_exl3=True, dense="mcg4", seed=5, **sizes(2 * BLOCK))
     # The last layer becomes the draft's; what a draft layer has besides is added, hyper-connections it has not.
     write_random_model(out / "random-mtp", all_exl3=True, dense="mcg4", seed=5, **sizes((*2 * BLOCK, BLOCK[-1])))
@@ -54,6 +57,8 @@ def write_models(out: Path) -> None:
     layer = f"model.layers.{2 * len(BLOCK)}."
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(layer) and ".hc_" not in name}
     write_checkpoint(out / "random-mtp", _with_draft(config), base | tensors | _draft_tensors(layer))
+    draft = dflash2.draft_config(config["text_config"], taps=(1, 4, 7), **DRAFT_SIZES)
+    draft_files.write_dflash2(out / "random-dflash2", draft, dflash2.initial_parameters(draft, seed=7))
 
 
 def _with_draft(config: dict) -> dict:
