@@ -117,7 +117,7 @@ def parse_list(pattern: str) -> Callable[[str], tuple[str, ...]]:
 def parse_guards(text: str) -> tuple[str, ...]:
     names = parse_list(r"\S+")(text)
     if unknown := [name for name in names if name not in GUARDS]:
-        raise ValueError(f"names {unknown[0]}, which is no guard")
+        raise ValueError(f"names {unknown[0]!r}, which is no guard")
     return names
 
 

@@ -263,15 +263,15 @@ ENGINE = (
         flag="--enable-flashinfer-autotune",
         reason="Timing can spin for ever on this GPU (vllm#53963), and a busy start chooses differently on each node "
                "(flashinfer#5142). A timing made idle and copied to all nodes would lift it."),
-    Row("EXL3_GUARDS_OFF", kinds.GUARD_NAMES, (), Goes.ENVIRONMENT, Group.ENGINE,
-        f"Guards against defects of vLLM that are left out, with commas between them: {', '.join(kinds.GUARDS)}. "
-        "docs/engine-truth.md says what each is for.", empty="all guard",
-        reason="Each keeps a known defect from giving wrong answers. A version of vLLM without the defect lifts it."),
     Row("PDL", kinds.SWITCH, False, Goes.ENVIRONMENT, Group.ENGINE,
         "Let vLLM's kernels start before their predecessors end (programmatic dependent launch).",
         reason="vLLM turns it on for every GPU from Hopper on; on this one a kernel that reads too early would garble "
                "text without an error, and nobody has tested it. Equal answers with it in the soak test on a Spark "
                "would lift it."),
+    Row("EXL3_GUARDS_OFF", kinds.GUARD_NAMES, (), Goes.ENVIRONMENT, Group.ENGINE,
+        f"Guards against defects of vLLM that are left out, with commas between them: {', '.join(kinds.GUARDS)}. "
+        "docs/engine-truth.md says what each is for.", empty="all guard",
+        reason="Each keeps a known defect from giving wrong answers. A version of vLLM without the defect lifts it."),
     Row("VLLM_USE_DEEP_GEMM", kinds.SWITCH, True, Goes.ENVIRONMENT, Group.ENGINE,
         "DeepGEMM's matrix products where layers are FP8. Set 0 if the image's self-check reports a fault in them "
         "(vllm#54125)."),

@@ -44,8 +44,8 @@ class SwitchError(ValueError):
 class Switches:
     """`fat_grouped`: many rows go to the grouped kernel, else through decoded weights and plain products.
     `fat_crossover`: tokens of a step, and rows of an expert in a longer one, that stay with exllamav3's kernels; None
-    leaves it to the device. `mla_geometry` and `pdl` count on SM12x only (docs/architecture.md).
-    `guards_off`: names of guards.NAMES that are left out."""
+    leaves it to the device. `mla_geometry` and `pdl` count on SM12x only (docs/architecture.md). `guards_off`: names of
+    guards.NAMES that are left out."""
 
     fat_grouped: bool = True
     fat_crossover: int | None = None

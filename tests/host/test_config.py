@@ -186,7 +186,7 @@ def test_drafted_tokens_follow_the_method_unless_set():
         ("IMAGE=--privileged", "an image such as"),
         ("HEAD_CX7_IF=a,b", "one network interface"),
         ("HEAD_CX7_IB=a,a", "names something twice"),
-        ("EXL3_GUARDS_OFF=topk-ids,chunks", "names chunks, which is no guard; it must be some of chunk-ends, "),
+        ("EXL3_GUARDS_OFF=topk-ids,chunks", "names 'chunks', which is no guard; it must be some of chunk-ends, "),
         ("EXTRA_ARGS='a \"b'", "cannot be split into words by shell rules: no closing quotation"),
         ("BIND=everywhere", "an IP address of this machine"),
         ("RUNTIME=native", "RUNTIME is native and NATIVE_PYTHON is empty"),

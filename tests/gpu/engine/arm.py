@@ -85,6 +85,7 @@ def start(model: str, options: dict):
         gpu_memory_utilization=0.1, enable_prefix_caching=False, skip_tokenizer_init=True, seed=0,
         kernel_config={"enable_flashinfer_autotune": False},
         additional_config={"kda_prefill_backend": "triton"},
+        scheduler_cls="vllm_exl3.guards.chunk_ends.scheduler",
         disable_log_stats="speculative_config" not in options,
         **options,
     )  # fmt: skip
