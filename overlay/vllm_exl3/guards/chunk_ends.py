@@ -6,7 +6,6 @@ built from the tokens of another request that happen to lie in front. Short chun
 step, are pooled the way decoded tokens are, which is right from any start (with the guard decode-rows in every batch).
 """
 
-import vllm.v1.core.sched.scheduler as target
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -18,9 +17,9 @@ from vllm_exl3.switches import switches
 TARGETS = overrides.because(
     "vLLM pools a prefill chunk as if it started with a whole pool",
     "vLLM finishes pools that began in an earlier chunk, or ends chunks on whole pools by itself",
-    target.__name__,
-    ("Scheduler.schedule", ("da4f2cf2fc39c39e", "fa34c8a13c0a8936"), lambda original: original),
-    ("Scheduler._reserve_prefill_lookahead", "c214e49d7610a63a", lambda original: original),
+    "vllm.v1.core.sched.scheduler",
+    ("Scheduler.schedule", ("da4f2cf2fc39c39e", "fa34c8a13c0a8936"), overrides.unchanged),
+    ("Scheduler._reserve_prefill_lookahead", "c214e49d7610a63a", overrides.unchanged),
 )
 
 
@@ -49,8 +48,7 @@ class WholePools:
     """What both schedulers below add to vLLM's."""
 
     def __init__(self, vllm_config, *args, **kwargs) -> None:
-        for override in TARGETS:
-            overrides.check(override, target)
+        overrides.require(TARGETS)
         super().__init__(vllm_config, *args, **kwargs)
         self.pool = getattr(vllm_config.model_config.hf_text_config, "index_kpool", None) or 1
         self.short = 1 + self.num_spec_tokens
