@@ -8,8 +8,13 @@ import struct
 from pathlib import Path
 
 import pytest
+from hypothesis import settings as hypothesis_settings
 
 from launcher import settings
+
+# How long an example takes is the machine's affair: a busy one must not fail a property.
+hypothesis_settings.register_profile("untimed", deadline=None)
+hypothesis_settings.load_profile("untimed")
 
 
 def write_shard(path: Path, names: list[str], size: int = 16) -> None:

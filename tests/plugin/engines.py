@@ -67,13 +67,20 @@ class Engine:
 
         return SamplingParams(
             max_tokens=tokens, temperature=0, logprobs=self.vocab, prompt_logprobs=self.vocab, ignore_eos=True,
-            detokenize=False,
+            detokenize=False, flat_logprobs=True,
         )  # fmt: skip
 
     def unpack(self, output):
-        rows = output.prompt_logprobs[1:] + output.outputs[0].logprobs
-        table = torch.tensor([[row[token].logprob for token in range(self.vocab)] for row in rows])
-        return list(output.outputs[0].token_ids), table
+        answer = output.outputs[0]
+        return list(answer.token_ids), torch.cat([self.table(output.prompt_logprobs)[1:], self.table(answer.logprobs)])
+
+    def table(self, flat) -> torch.Tensor:
+        """[positions, vocabulary] of vLLM's FlatLogprobs; NaN, which no bar accepts, where it tells nothing."""
+        counts = torch.tensor(flat.end_indices) - torch.tensor(flat.start_indices)
+        rows = torch.arange(len(flat)).repeat_interleave(counts)
+        table = torch.full((len(flat), self.vocab), float("nan"))
+        table[rows, torch.tensor(flat.token_ids, dtype=torch.long)] = torch.tensor(flat.logprobs)
+        return table
 
 
 @contextlib.contextmanager
