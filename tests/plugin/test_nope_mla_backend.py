@@ -147,21 +147,25 @@ def test_a_backend_of_a_third_plugin_is_not_replaced(choose, gpu):
         nope_mla.install()
 
 
-LAZY = """
+REGISTER = """
 import sys, vllm.platforms
 from vllm.platforms.interface import DeviceCapability
-vllm.platforms.current_platform.get_device_capability = lambda device_id=0: DeviceCapability(12, 1)
-import vllm_exl3.nope_mla
-vllm_exl3.nope_mla.install()
+platform = vllm.platforms.current_platform
+platform.is_cpu = lambda: False
+platform.get_device_capability = lambda device_id=0: DeviceCapability(12, 1)
+import vllm_exl3
+vllm_exl3.register()
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm_exl3 import after_import
 print(AttentionBackendEnum.FLASHINFER_MLA_SPARSE_SM120.get_path())
+print("vllm.platforms.cuda" in after_import._finder.actions)
 print([name for name in sys.modules if "flashinfer_mla_sparse" in name or name == "vllm_exl3.nope_mla.backend"])
 """
 
 
-def test_registration_imports_no_backend():
-    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-2:] == ["vllm_exl3.nope_mla.backend.NopeMlaBackend", "[]"], done.stderr
+def test_the_plugins_entry_point_registers_it_and_imports_no_backend():
+    done = subprocess.run([sys.executable, "-c", REGISTER], capture_output=True, text=True, timeout=170)
+    assert done.stdout.splitlines()[-3:] == ["vllm_exl3.nope_mla.backend.NopeMlaBackend", "True", "[]"], done.stderr
 
 
 def test_the_upstream_classes_are_those_that_ours_extend():
