@@ -3,9 +3,11 @@
 CI has vLLM 0.32.0. The same tests pass with 0.33.0's files: PYTHONPATH=overlay:DIR/with/vllm pytest THIS_FILE
 """
 
+import ast
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -265,9 +267,15 @@ def test_pools_are_ranked_after_vllms_own_merge():
 
 
 def test_the_indexers_merge_is_the_one_that_is_wrapped():
+    """It follows both of the indexer's top-k calls, of prompts and of answers. (The module itself needs a GPU.)"""
     import vllm.model_executor.layers.sparse_attn_indexer as indexer
 
-    assert overrides.fingerprint(indexer._merge_dcp_topk_global) in seams.RANKED_POOLS[0].known
+    (entry,) = seams.RANKED_POOLS
+    assert overrides.fingerprint(indexer._merge_dcp_topk_global) in entry.known
+    source = Path(vllm.__path__[0]).joinpath(*entry.module.split(".")[1:]).with_suffix(".py").read_text()
+    calls = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    merges = [call for call in calls if call.startswith(f"{entry.attribute}(logits, topk_dst, select_k")]
+    assert len(merges) == 2 and "get_indexer_topk(topk_backend)(logits, seq_lens, next_n, topk_dst" in str(calls)
 
 
 def test_a_model_with_rotary_columns_is_vllms_own_business(choose, config, kernels):
