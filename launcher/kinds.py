@@ -114,6 +114,16 @@ def parse_list(pattern: str) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
+def parse_guards(text: str) -> tuple[str, ...]:
+    names = parse_list(r"\S+")(text)
+    if unknown := [name for name in names if name not in GUARDS]:
+        raise ValueError(f"names {unknown[0]!r}, which is no guard")
+    return names
+
+
+# The plugin's, as overlay/vllm_exl3/guards has them.
+GUARDS = ("chunk-ends", "block-sizes", "topk-ids", "decode-rows")
+
 CHOICE = Kind("choice", "one of the choices", matching(r"\S+"))
 SECRET = Kind("secret", "printable characters without spaces", matching(r"[!-~]+"), "")
 INTEGER = Kind("whole number", "a whole number", parse_whole_number)
@@ -140,6 +150,7 @@ CHECK_NAMES = Kind(
     parse_list(r"[a-z0-9]+(-[a-z0-9]+)*"),
     (),
 )
+GUARD_NAMES = Kind("list of guards", "some of " + ", ".join(GUARDS) + ", with commas between", parse_guards, ())
 LOWER_WORD = Kind("word", "one word", lambda text: matching(r"[A-Za-z0-9_-]+")(text).lower(), "")
 
 # Kinds that can hold whatever is written; elsewhere a shell expansion is a mistake that deserves a word of its own.

@@ -20,6 +20,8 @@ from launcher.settings import HOST, MODEL_ID
 from launcher.state import State, StateFile, this_process
 
 STOP_PATIENCE_S = 60
+# vLLM does not listen to Ctrl-C while its engine starts, and there is no request yet that could be brought to its end.
+STARTING_GRACE_S = 2
 
 
 class Interrupted(KeyboardInterrupt):
@@ -106,7 +108,7 @@ def bring_up(values, plan: plans.Plan, state_file: StateFile, questions) -> tupl
     except BaseException:
         with signals_ignored():
             if server:
-                servers.stop_server(server)
+                servers.stop_server(server, STARTING_GRACE_S)
             state_file.remove()
         raise
     return server, state

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.settings import HOST, MODEL_ID, TABLE
+from launcher.vllm_flags import SCHEDULER
 
 # Names that other programs own. What the caller's shell happens to hold for them must not change
 # how the server runs, so it is left out, with a note.
@@ -78,6 +79,8 @@ SERVER_FLAGS = (
     # KDA layers on the CPU keep no state that a later request could share.
     "--no-enable-prefix-caching",
     "--max-num-seqs", "8",
+    # As on a GPU. The CPU has no pools to keep whole, and answers stay the same.
+    "--scheduler-cls", SCHEDULER,
 )  # fmt: skip
 
 

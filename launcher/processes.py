@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher.settings import HOST
 
 PROC = Path("/proc")
+STOP_GRACE_S = 20
 TERMINATE_GRACE_S = 5
 
 
@@ -44,7 +45,7 @@ def group_members(group: int) -> list[int]:
     return members
 
 
-def stop_group(group: int, grace_s: float = 20) -> None:
+def stop_group(group: int, grace_s: float = STOP_GRACE_S) -> None:
     """Asks the group's leader to end as Ctrl-C does, then makes sure that nobody of the group is left."""
     send(group, signal.SIGINT)
     has_leader = start_time(group) is not None

@@ -18,6 +18,9 @@ CONVOLUTION_WIDTH = 4
 TOKEN_BYTES = 512
 BLOCK_GRAIN = 256
 
+# Neighbouring tokens that the sparse attention's indexer keeps as one.
+POOL = 4
+
 RAY_PORT_SPAN = 52
 
 CACHE_TYPES = ("fp8", "auto")
@@ -93,19 +96,34 @@ def refuse_triton_attention(config) -> str | None:
 
 
 def refuse_small_steps(config) -> str | None:
-    # vLLM's CPU build attends to everything and has no pools.
+    """A step holds a pool beside all decoding requests, or with the prefix cache a state block once it could at all."""
+    drafts, seats, tokens = draft_tokens(config), int(config["MAX_NUM_SEQS"]), int(config["MAX_NUM_BATCHED_TOKENS"])
+    decoding = seats * (drafts + 1)
+    beside = f"beside {seats} decoding requests of {drafts + 1}"
+    guarded = "chunk-ends" not in config["EXL3_GUARDS_OFF"]
+    if guarded and tokens < decoding + POOL:
+        return (
+            f"MAX_NUM_BATCHED_TOKENS is {tokens}: a prefill chunk must hold a whole pool of the indexer ({POOL} "
+            f"tokens) {beside}, else a prompt may wait for ever; set it to {decoding + POOL} or more, or lower "
+            f"MAX_NUM_SEQS."
+        )
+    # vLLM's CPU build attends to everything and has no pools, and its states are never reused.
     if config["RUNTIME"] != "docker" or config.topology.nodes not in (2, 3, 4):
         return None
-    drafts = draft_tokens(config)
     block = state_block_tokens(config.topology.nodes, drafts)
-    needed = block + int(config["MAX_NUM_SEQS"]) * (drafts + 1)
-    if int(config["MAX_NUM_BATCHED_TOKENS"]) >= needed:
+    needed = block + decoding
+    if tokens >= needed or (guarded and (tokens < block or not config["PREFIX_CACHE"])):
         return None
+    if guarded:
+        return (
+            f"MAX_NUM_BATCHED_TOKENS is {tokens}: it holds a state block ({block} tokens), and then vLLM reads "
+            f"prompts in whole blocks, but not {beside}, so that a prompt would wait until others end; set it to "
+            f"{needed} or more, or below {block}, or lower MAX_NUM_SEQS."
+        )
     return (
-        f"MAX_NUM_BATCHED_TOKENS is {config['MAX_NUM_BATCHED_TOKENS']}: a prefill chunk must hold a whole state block "
-        f"({block} tokens) beside {config['MAX_NUM_SEQS']} decoding requests of {drafts + 1}, else it starts inside a "
-        f"pool of the indexer and long contexts silently lose tokens; set it to {needed} or more, or lower "
-        f"MAX_NUM_SEQS. A scheduler that ends chunks on whole pools lifts this."
+        f"MAX_NUM_BATCHED_TOKENS is {tokens}: a prefill chunk must hold a whole state block ({block} tokens) {beside}, "
+        f"else it starts inside a pool of the indexer and long contexts silently lose tokens; set it to {needed} or "
+        f"more, or lower MAX_NUM_SEQS. The guard chunk-ends, which EXL3_GUARDS_OFF turns off, lifts this."
     )
 
 
@@ -175,6 +193,11 @@ def notes(config) -> list[str]:
         said.append(
             "BIND=0.0.0.0 without VLLM_API_KEY: everyone on the network can use the model and see what is asked; "
             "`./start.sh key` makes a key."
+        )
+    if config["EXL3_GUARDS_OFF"]:
+        said.append(
+            f"EXL3_GUARDS_OFF={','.join(config['EXL3_GUARDS_OFF'])}: answers may silently be wrong; "
+            f"docs/engine-truth.md says how."
         )
     if config["KDA_PREFILL_BACKEND"] != "triton":
         said.append(

@@ -107,8 +107,8 @@ def refuse_if_late(progress: Progress, reader: phases.LogReader, log: Path) -> N
         )
 
 
-def stop_server(server: subprocess.Popen) -> None:
-    processes.stop_group(server.pid)
+def stop_server(server: subprocess.Popen, grace_s: float = processes.STOP_GRACE_S) -> None:
+    processes.stop_group(server.pid, grace_s)
 
 
 def identify(server: subprocess.Popen) -> Process:

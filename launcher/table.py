@@ -228,9 +228,10 @@ MEMORY = (
     Row("MAX_NUM_BATCHED_TOKENS", kinds.INTEGER, 7168, Goes.SERVER, Group.MEMORY,
         "Tokens of one step. A long prompt is read in pieces of this size.",
         flag="--max-num-batched-tokens", minimum=64, maximum=65_536,
-        reason="A piece that is smaller than a state block can start inside a pool of the indexer, and long "
-               "contexts silently lose tokens; such sizes are refused. A scheduler that ends pieces on whole pools "
-               "would lift the lower bound."),
+        reason="A size between one state block and a block beside all decoding requests makes prompts wait for "
+               "them, and is refused; a scheduler that reads parts of blocks then would lift this. Without the guard "
+               "chunk-ends smaller ones are refused too: pieces could start inside a pool of the indexer, and long "
+               "contexts would silently lose tokens."),
 )  # fmt: skip
 
 ENGINE = (
@@ -246,8 +247,8 @@ ENGINE = (
     Row("PREFIX_CACHE", kinds.SWITCH, True, Goes.SERVER, Group.ENGINE,
         "Keep what was computed for the beginning of a prompt, for the next one that begins the same.",
         flag="--enable-prefix-caching",
-        reason="Without it no piece of a long prompt is aligned to the indexer's pools, so off is not the safer "
-               "side. A scheduler that ends pieces on whole pools would lift this."),
+        reason="Reports of wrong answers with it have no proven cause, or a guard here (docs/engine-truth.md); off, "
+               "agents wait for their whole conversation at every turn. A failed soak test would make it 0."),
     Row("ASYNC_SCHEDULING", kinds.SWITCH, False, Goes.SERVER, Group.ENGINE,
         "Plan the next step while the current one runs.", flag="--async-scheduling",
         reason="A state can be found in the cache before it is written, after an abort and a retry (vllm#56525). "
@@ -267,6 +268,10 @@ ENGINE = (
         reason="vLLM turns it on for every GPU from Hopper on; on this one a kernel that reads too early would garble "
                "text without an error, and nobody has tested it. Equal answers with it in the soak test on a Spark "
                "would lift it."),
+    Row("EXL3_GUARDS_OFF", kinds.GUARD_NAMES, (), Goes.ENVIRONMENT, Group.ENGINE,
+        f"Guards against defects of vLLM that are left out, with commas between them: {', '.join(kinds.GUARDS)}. "
+        "docs/engine-truth.md says what each is for.", empty="all guard",
+        reason="Each keeps a known defect from giving wrong answers. A version of vLLM without the defect lifts it."),
     Row("VLLM_USE_DEEP_GEMM", kinds.SWITCH, True, Goes.ENVIRONMENT, Group.ENGINE,
         "DeepGEMM's matrix products where layers are FP8. Set 0 if the image's self-check reports a fault in them "
         "(vllm#54125)."),

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 MODEL_ID = "GLM-5.3-Flash-EXL3"
 
+# The plugin's: prefill chunks end on whole pools of the indexer. vLLM's own where EXL3_GUARDS_OFF names chunk-ends.
+SCHEDULER = "vllm_exl3.guards.chunk_ends.scheduler"
+
 # Heads of GLM-5.3-Flash's vision tower and of the DFlash2 draft. What they do not divide by is not sliced.
 VISION_HEADS = 16
 DRAFT_HEADS = 32
@@ -95,6 +98,7 @@ FLAGS = (
     Flag("--max-num-batched-tokens", ("MAX_NUM_BATCHED_TOKENS",), text_of("MAX_NUM_BATCHED_TOKENS")),
     Flag("--enable-prefix-caching", ("PREFIX_CACHE",), when("PREFIX_CACHE", True)),
     Flag("--no-enable-prefix-caching", ("PREFIX_CACHE",), when("PREFIX_CACHE", False)),
+    Flag("--scheduler-cls", (), always(SCHEDULER)),
     Flag("--no-async-scheduling", ("ASYNC_SCHEDULING",), when("ASYNC_SCHEDULING", False)),
     Flag("--enforce-eager", ("ENFORCE_EAGER",), when("ENFORCE_EAGER", True)),
     Flag("--no-enable-flashinfer-autotune", ("AUTOTUNE",), when("AUTOTUNE", False)),

@@ -26,11 +26,13 @@ def register() -> None:
         )
     from vllm.platforms import current_platform
 
-    from vllm_exl3 import glm5_next
+    from vllm_exl3 import glm5_next, guards
     from vllm_exl3.config import Exl3Config
+    from vllm_exl3.switches import switches
 
     register_quantization_config("exl3")(Exl3Config)
     glm5_next.install()
+    guards.install(switches().guards_off)
     if current_platform.is_cpu():
         from vllm_exl3 import cpu
 

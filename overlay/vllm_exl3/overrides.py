@@ -1,6 +1,7 @@
 """Named overrides of vLLM: what is replaced, why, until when, and a check that it is still what it was.
 
-Only where vLLM has no seam. The tables are `glm5_next.TABLE` (every platform) and `cpu.overrides.TABLE`.
+Only where vLLM has no seam. The tables are `glm5_next.TABLE` (every platform), `cpu.overrides.TABLE`, and those of
+`guards`.
 """
 
 import hashlib

@@ -1,10 +1,12 @@
-"""The run-time settings of the CUDA path, read once from the environment."""
+"""The run-time settings of the plugin, read once from the environment."""
 
 import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from vllm_exl3 import guards
 
 MLA_GEOMETRIES = ("auto", "native", "padded", "compact")
 
@@ -42,12 +44,14 @@ class SwitchError(ValueError):
 class Switches:
     """`fat_grouped`: many rows go to the grouped kernel, else through decoded weights and plain products.
     `fat_crossover`: tokens of a step, and rows of an expert in a longer one, that stay with exllamav3's kernels; None
-    leaves it to the device. `mla_geometry` and `pdl` count on SM12x only (docs/architecture.md)."""
+    leaves it to the device. `mla_geometry` and `pdl` count on SM12x only (docs/architecture.md). `guards_off`: names of
+    guards.NAMES that are left out."""
 
     fat_grouped: bool = True
     fat_crossover: int | None = None
     mla_geometry: str = "auto"
     pdl: bool = False
+    guards_off: tuple[str, ...] = ()
 
     def few(self, capability_major: int) -> Few:
         if self.fat_crossover is not None:
@@ -69,7 +73,10 @@ def parse(environment: Mapping[str, str]) -> Switches:
     pdl = environment.get("PDL", "").strip() or "0"
     if pdl not in ("0", "1"):
         raise SwitchError(f"PDL: is {pdl!r}, expected 0 (off) or 1 (programmatic dependent launch on SM12x)")
-    return Switches(grouped == "1", int(crossover) if crossover else None, geometry, pdl == "1")
+    off = tuple(name.strip() for name in environment.get("EXL3_GUARDS_OFF", "").split(",") if name.strip())
+    if unknown := [name for name in off if name not in guards.NAMES]:
+        raise SwitchError(f"EXL3_GUARDS_OFF: names {unknown[0]!r}, expected some of {', '.join(guards.NAMES)}")
+    return Switches(grouped == "1", int(crossover) if crossover else None, geometry, pdl == "1", off)
 
 
 @functools.cache

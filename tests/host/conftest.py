@@ -54,19 +54,36 @@ def unused_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.fixture
-def cluster_stub(tmp_path, unused_port, monkeypatch):
+@contextlib.contextmanager
+def pretended_cluster(folder, port):
     """Two nodes that are only pretended, and a launcher that looks at them often."""
     from stub_cluster import Cluster
 
     from launcher import cluster_life, watch
 
-    made = Cluster(tmp_path, unused_port)
-    monkeypatch.setenv("PATH", made.path)
-    monkeypatch.setattr(watch, "WATCH_EVERY_S", 0.1)
-    monkeypatch.setattr(cluster_life, "POLL_S", 0.05)
-    yield made
-    made.repair()
-    with contextlib.redirect_stdout(io.StringIO()):
-        cluster_life.stop(made.config())
+    made = Cluster(folder, port)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", made.path)
+        patch.setattr(watch, "WATCH_EVERY_S", 0.1)
+        patch.setattr(cluster_life, "POLL_S", 0.05)
+        yield made
+        made.repair()
+        with contextlib.redirect_stdout(io.StringIO()):
+            cluster_life.stop(made.config())
     made.close()
+
+
+@pytest.fixture
+def cluster_stub(tmp_path, unused_port):
+    with pretended_cluster(tmp_path, unused_port) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared_cluster_stub(tmp_path_factory):
+    """For tests that only look at what runs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pretended_cluster(tmp_path_factory.mktemp("cluster"), port) as made:
+        yield made

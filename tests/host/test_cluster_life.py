@@ -10,12 +10,13 @@ from stub_cluster import LOCAL_MODEL
 from launcher import clocks, cluster_life, watch
 from launcher.errors import Exit, LauncherError
 
+GUARDED = {"MEMORY_GUARD_GIB": "0.001"}
 BOTH = {"exl3-tp2-rank0", "exl3-tp2-rank1"}
 UP = BOTH | {"exl3-tp2-rank0-server"}
 
 
 def test_start_ends_ready_and_stop_leaves_nothing(cluster_stub, capsys):
-    config = cluster_stub.config()
+    config = cluster_stub.config(**GUARDED)
     assert cluster_life.start(config) == Exit.OK
     assert cluster_stub.running == UP
     said = capsys.readouterr()
@@ -97,7 +98,7 @@ def test_a_rank_that_dies_while_loading_is_noticed(cluster_stub, monkeypatch, ca
 
     monkeypatch.setattr(watch.Watcher, "look", look_after_death)
     with pytest.raises(LauncherError, match=r"node 1 \(10.0.0.2\): ray ended with exit code 137"):
-        cluster_life.start(cluster_stub.config())
+        cluster_life.start(cluster_stub.config(**GUARDED))
     assert "what the container said" in capsys.readouterr().err
     assert cluster_stub.running == set()
     assert (cluster_stub.run_dir / "tp2-logs" / "rank1-ray.log").read_text() == "what the container said\n"
@@ -115,7 +116,7 @@ def test_a_node_that_is_lost_while_loading_is_named_and_not_forgotten(cluster_st
 
     monkeypatch.setattr(watch.Watcher, "look", look_at_lost_node)
     with pytest.raises(LauncherError, match=r"node 1 \(10.0.0.2\): ray: the node has not answered over ssh"):
-        cluster_life.start(cluster_stub.config())
+        cluster_life.start(cluster_stub.config(**GUARDED))
     assert "still there: node 1" in capsys.readouterr().err
     assert cluster_stub.running == {"exl3-tp2-rank1"}
     (cluster_stub.books / "ssh-down").unlink()

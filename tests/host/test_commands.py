@@ -328,7 +328,8 @@ def test_defaults_are_allowed(topology):
         ({"MLA_GEOMETRY": "compact", "EXTRA_ARGS": "--kv-transfer-config '{}'"}, "compact .* --kv-transfer-config"),
         ({"EXTRA_ARGS": "--attention-config.backend TRITON_ATTN"}, "names TRITON_ATTN: .* FLASH_ATTN. .* would lift"),
         ({"EXTRA_ARGS": "--attention-backend flashinfer"}, "--attention-backend: the model's is sparse MLA"),
-        ({"MAX_NUM_BATCHED_TOKENS": 2048}, r"MAX_NUM_BATCHED_TOKENS is 2048: .* set it to \d+ or more"),
+        ({"MAX_NUM_BATCHED_TOKENS": 2048, "EXL3_GUARDS_OFF": "chunk-ends"},
+         r"MAX_NUM_BATCHED_TOKENS is 2048: .* whole state block .* silently lose .* set it to \d+ or more"),
         ({"PORT": 6380}, "PORT is 6380: Ray takes the ports 6379 to 6430"),
         ({"EXECUTOR": "mp", "PORT": 29501}, "PORT and MASTER_PORT are both 29501"),
         ({"EXTRA_ARGS": "--kv-cache-dtype bfloat16"}, "--kv-cache-dtype bfloat16: the sparse .* packed FP8 rows only"),
@@ -363,10 +364,27 @@ def test_state_block_is_as_vllm_computes_it(nodes, drafts, tokens):
     assert refusals.state_block_tokens(nodes, drafts) == tokens
 
 
-def test_smallest_allowed_step_is_allowed():
+def test_a_step_holds_a_block_beside_all_decoding_requests_or_no_block():
     base = {"SPEC_METHOD": "none", "MAX_NUM_SEQS": 4}
     assert not refused(MAX_NUM_BATCHED_TOKENS=4356, **base)
+    for tokens in (4355, 4352):
+        assert "set it to 4356 or more, or below 4352" in refused(MAX_NUM_BATCHED_TOKENS=tokens, **base)
+    assert not refused(MAX_NUM_BATCHED_TOKENS=4352, PREFIX_CACHE=0, **base)
+    assert not refused(MAX_NUM_BATCHED_TOKENS=4351, **base)
+
+
+def test_without_its_guard_a_step_holds_a_block_beside_all_decoding_requests():
+    base = {"SPEC_METHOD": "none", "MAX_NUM_SEQS": 4, "EXL3_GUARDS_OFF": "topk-ids,chunk-ends"}
+    assert not refused(MAX_NUM_BATCHED_TOKENS=4356, **base)
     assert "set it to 4356 or more" in refused(MAX_NUM_BATCHED_TOKENS=4355, **base)
+    assert "set it to 4356 or more" in refused(MAX_NUM_BATCHED_TOKENS=2048, PREFIX_CACHE=0, **base)
+
+
+@pytest.mark.parametrize("runtime", ["docker", "native"])
+def test_a_step_holds_a_pool_beside_all_decoding_requests(runtime):
+    base = {"RUNTIME": runtime, "SPEC_METHOD": "mtp", "SPEC_TOKENS": 3, "MAX_NUM_SEQS": 32}
+    assert "set it to 132 or more" in refused(MAX_NUM_BATCHED_TOKENS=131, **base)
+    assert not refused(MAX_NUM_BATCHED_TOKENS=132, **base)
 
 
 def test_cpu_runs_may_take_small_steps():
@@ -376,6 +394,14 @@ def test_cpu_runs_may_take_small_steps():
 def test_other_extra_arguments_are_allowed():
     words = shlex.join(["--seed", "7", "--chat-template", "--weird file", "--long-prefill-token-threshold=2048"])
     assert not refused(EXTRA_ARGS=words)
+
+
+def test_guards_that_are_off_are_said_and_told_to_every_rank():
+    config = settings(EXL3_GUARDS_OFF="topk-ids,decode-rows")
+    assert "EXL3_GUARDS_OFF=topk-ids,decode-rows: answers may silently be wrong" in refusals.notes(config)[0]
+    for rank in range(2):
+        assert commands.rank_environment(config, None, rank)["EXL3_GUARDS_OFF"] == "topk-ids,decode-rows"
+    assert "EXL3_GUARDS_OFF" not in commands.rank_environment(settings(), None, 0)
 
 
 def test_open_door_without_a_key_is_allowed_and_said():

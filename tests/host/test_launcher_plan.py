@@ -31,6 +31,7 @@ def test_server_command_is_as_reviewed(values):
         "--enforce-eager",
         "--no-enable-prefix-caching",
         "--max-num-seqs", "8",
+        "--scheduler-cls", "vllm_exl3.guards.chunk_ends.scheduler",
     )  # fmt: skip
 
 

@@ -11,12 +11,32 @@ TP2 = topology.TOPOLOGIES["tp2"]
 
 
 @pytest.fixture
-def up(cluster_stub, monkeypatch, tmp_path):
-    """A cluster that runs, and a command line in a checkout without a settings file."""
-    assert cluster_life.start(cluster_stub.config()) == Exit.OK
+def settings_file(monkeypatch, tmp_path):
+    """Where a checkout without a settings file would have it."""
     monkeypatch.setattr(cluster, "REPOSITORY", tmp_path)
     (tmp_path / ".env.example").write_text("HEAD_IP=\n")
-    return cluster_stub, tmp_path / ".env"
+    return tmp_path / ".env"
+
+
+@pytest.fixture
+def up(cluster_stub, settings_file):
+    """A cluster that runs, and a command line in a checkout without a settings file."""
+    assert cluster_life.start(cluster_stub.config()) == Exit.OK
+    return cluster_stub, settings_file
+
+
+@pytest.fixture(scope="module")
+def running(shared_cluster_stub):
+    assert cluster_life.start(shared_cluster_stub.config()) == Exit.OK
+    return shared_cluster_stub
+
+
+@pytest.fixture
+def still_up(running, settings_file):
+    """The same cluster for all who may not change it."""
+    before, calls = running.running, len(running.calls("run", "stop", "rm"))
+    yield running, settings_file
+    assert running.running == before and len(running.calls("run", "stop", "rm")) == calls
 
 
 def main(stub, command: str, **ambient: str):
@@ -48,25 +68,23 @@ def test_status_logs_and_stop_go_by_the_state(up, spoil, capsys):
 
 
 @pytest.mark.parametrize("command", ["start", "restart", "check", "plan", "shell"])
-def test_nothing_else_works_without_settings(up, command):
-    stub, path = up
+def test_nothing_else_works_without_settings(still_up, command):
+    stub, path = still_up
     path.write_text("HEAD_IP=10.0.0.1\nWORKER_IP=10.0.0.2\nMAX_NUM_SEQ=3\n")
-    running = stub.running
     with pytest.raises(LauncherError, match="did you mean MAX_NUM_SEQS") as caught:
         main(stub, command)
     assert caught.value.code == Exit.USAGE
-    assert stub.running == running
 
 
-def test_an_unreadable_file_is_named_and_kept(up):
-    stub, path = up
+def test_an_unreadable_file_is_named_and_kept(still_up):
+    stub, path = still_up
     path.mkdir()
     with pytest.raises(LauncherError, match=r"\.env could not be read: Is a directory"):
         main(stub, "check")
 
 
-def test_status_goes_by_what_runs_when_the_port_was_changed(up, capsys):
-    stub, _ = up
+def test_status_goes_by_what_runs_when_the_port_was_changed(still_up, capsys):
+    stub, _ = still_up
     changed = stub.config(PORT="1")
     assert cluster_life.status(changed) == Exit.OK
 

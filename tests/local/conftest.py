@@ -3,19 +3,24 @@
 from pathlib import Path
 
 import pytest
-from launching import MODEL, Launch, free_port
+from launching import MODEL, Launch, new_launch
 from openai import OpenAI
 
 from launcher import canary
 
 
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("caches")
+
+
 @pytest.fixture
-def launch(tmp_path):
+def launch(tmp_path, caches):
     """A new launch per test; what it leaves running is ended whatever happens."""
     made = []
 
     def make(*flags: str) -> Launch:
-        made.append(Launch(free_port(), tmp_path / f"run{len(made)}", tuple(map(str, flags))))
+        made.append(new_launch(tmp_path / f"run{len(made)}", caches, *map(str, flags)))
         return made[-1]
 
     yield make
@@ -25,9 +30,9 @@ def launch(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory):
+def server(tmp_path_factory, caches):
     """One detached server for the tests that only ask it something."""
-    one = Launch(free_port(), tmp_path_factory.mktemp("server") / "run")
+    one = new_launch(tmp_path_factory.mktemp("server") / "run", caches)
     started = one.run("start", "--detach")
     try:
         assert started.returncode == 0, started.stderr

@@ -49,6 +49,13 @@ class Launch:
         return self.processes() == [] and not (self.run_dir / "local.json").exists()
 
 
+def new_launch(run_dir: Path, caches: Path, *flags: str) -> Launch:
+    """With caches that outlive it: vLLM inspects a model's class in a process of its own, once for all tests."""
+    run_dir.mkdir()
+    (run_dir / "cache").symlink_to(caches)
+    return Launch(free_port(), run_dir, flags)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -80,10 +80,17 @@ def test_logs_prints_the_servers_log(server):
     assert "quantization=exl3" in logs.stdout
 
 
-def test_foreground_serves_with_a_key_until_ctrl_c(launch):
-    one = launch()
+def workers(one: Launch) -> int:
+    return sum("Worker" in line for line in one.processes())
+
+
+def test_two_processes_serve_with_a_key_until_ctrl_c(launch):
+    """Ready is who answered as the model has to."""
+    one = launch("--tensor-parallel-size", 2)
     process = in_foreground(one, VLLM_API_KEY=KEY)
     wait_for(lambda: phase_of(one) == "ready", "readiness", process)
+    assert workers(one) == 2
+    assert one.run("status").returncode == 0
     url = f"http://127.0.0.1:{one.port}/v1"
     assert [model.id for model in OpenAI(base_url=url, api_key=KEY).models.list()] == [MODEL_ID]
     with pytest.raises(AuthenticationError):
@@ -119,9 +126,11 @@ def test_stop_ends_a_start_that_is_under_way(launch):
 
 
 def test_killed_engine_ends_the_foreground_with_a_reason(launch):
-    one = launch()
+    """Of two processes with whole experts each, which answered as well and must not stay either."""
+    one = launch("--tensor-parallel-size", 2, "--expert-parallel")
     process = in_foreground(one)
     wait_for(lambda: phase_of(one) == "ready", "readiness", process)
+    assert workers(one) == 2
     (engine,) = [line.split()[0] for line in one.processes() if "EngineCor" in line]
     subprocess.run(["kill", "-9", engine], check=True)
     _, errors = process.communicate(timeout=90)
@@ -188,15 +197,4 @@ def test_wrong_weights_do_not_pass_the_canary(launch, model_copy):
     refused = one.run("start", "--detach")
     assert refused.returncode == Exit.WRONG_ANSWER, refused.stderr
     assert "canary: to " in last_line(refused.stderr) and "the model answered" in last_line(refused.stderr)
-    assert one.leaves_nothing()
-
-
-@pytest.mark.parametrize("flags", [(), ("--expert-parallel",)], ids=["slices", "whole-experts"])
-def test_two_processes_answer_as_well(launch, flags):
-    one = launch("--tensor-parallel-size", 2, *flags)
-    started = one.run("start", "--detach")
-    assert started.returncode == 0, started.stderr
-    assert sum("Worker" in line for line in one.processes()) == 2
-    assert one.run("status").returncode == 0
-    assert one.run("stop").returncode == 0
     assert one.leaves_nothing()

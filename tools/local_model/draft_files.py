@@ -1,14 +1,18 @@
-"""The drafts as files that vLLM loads: a DFlash2 folder, and an MTP layer that joins the local model's own files."""
+"""The drafts as files that vLLM loads: a DFlash2 folder, and an MTP layer that joins the local model's own files.
+
+PYTHONPATH=overlay python -m tools.local_model.draft_files /tmp/local-mtp
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tools.local_model import shapes
 from tools.local_model.checkpoint import INDEX, CheckpointError
@@ -33,6 +37,12 @@ def write_dflash2(path: Path, config: dict, parameters: Parameters) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
+def read_dflash2(path: Path) -> tuple[dict, Parameters]:
+    """(config, parameters in fp32)."""
+    tensors = load_file(path / "model.safetensors")
+    return json.loads((path / "config.json").read_text()), {name: tensor.float() for name, tensor in tensors.items()}
+
+
 def write_layer(path: Path, model: Path, parameters: Parameters) -> None:
     """The MTP layer of the checkpoint `model`, by itself; its experts are copies of the last layer's EXL3 tensors."""
     text = json.loads((model / "config.json").read_text())["text_config"]
@@ -48,6 +58,16 @@ def write_layer(path: Path, model: Path, parameters: Parameters) -> None:
     # Copies, because safetensors refuses tensors that share memory.
     copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     save_file(copies, path / LAYER_FILE, metadata={"format": "pt"})
+
+
+def read_layer(path: Path, text: dict, target: Parameters) -> Parameters:
+    """The layer's parameters in fp32; its experts, decoded, are those of the target's last layer."""
+    first, last = f"{PREFIX}layers.{text['num_hidden_layers']}.", f"layers.{text['num_hidden_layers'] - 1}."
+    experts = {
+        name.removeprefix(last): tensor for name, tensor in target.items() if name.startswith(f"{last}mlp.experts.")
+    }
+    stored = load_file(path / LAYER_FILE)
+    return experts | {name.removeprefix(first): t.float() for name, t in stored.items() if ".mlp.experts." not in name}
 
 
 def _stored_experts(model: Path, layer: str) -> dict[str, torch.Tensor]:
@@ -84,3 +104,16 @@ def join(out: Path, model: Path, layer: Path) -> None:
     index["metadata"]["total_size"] += sum(sizes.values())
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder to make: the model's files as links, and its MTP layer")
+    parser.add_argument("--model", type=Path, default=Path("models/local"))
+    parser.add_argument("--layer", type=Path, default=Path("models/local-drafts/mtp"))
+    args = parser.parse_args()
+    join(args.out, args.model, args.layer)
+
+
+if __name__ == "__main__":
+    main()

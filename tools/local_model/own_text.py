@@ -11,10 +11,12 @@ from tokenizers import Tokenizer
 
 from tools.local_model import model
 from tools.local_model.batches import bucket_of, pad_samples
-from tools.local_model.corpus import Sample, encode
+from tools.local_model.corpus import Sample, encode, held_out_samples
 
 # Drafts read the residual stream that leaves these layers, as the published draft reads five of 45.
 TAPS = (1, 2, 3)
+# What is measured, here and in an engine: the answers to so many held-out questions, up to so many tokens.
+QUESTIONS_EVERY, ANSWER_TOKENS = 17, 96
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ def final_state(parameters: model.Parameters, last: torch.Tensor, text: dict) ->
 # Acceptance
 
 
+def measured_samples() -> list[Sample]:
+    return held_out_samples()[::QUESTIONS_EVERY]
+
+
 @dataclass
 class Acceptance:
     """Counts as vLLM counts them: a step drafts k tokens, and those before the first wrong one are accepted."""
@@ -79,13 +85,14 @@ class Acceptance:
         return float(self.accepted_at.sum() / max(1, self.drafted))
 
     def as_dict(self) -> dict:
-        return {"accepted": round(self.share, 4), "drafted_tokens": self.drafted, "by_position": self._by_position()}
+        return {"accepted": round(self.share, 4), "drafted_tokens": self.drafted, "by_position": self.by_position}
 
-    def _by_position(self) -> list[float]:
+    @property
+    def by_position(self) -> list[float]:
         return [round(float(n) / max(1, self.steps), 4) for n in self.accepted_at]
 
     def __str__(self) -> str:
-        at = ", ".join(f"{share:.1%}" for share in self._by_position())
+        at = ", ".join(f"{share:.1%}" for share in self.by_position)
         accepted = self.accepted_at.sum()
         return f"{accepted} of {self.drafted} drafted tokens accepted, {self.share:.1%}; by position {at}"
 
@@ -104,7 +111,7 @@ def acceptance(
         drafted = draft(part.to(device), anchors.to(device)).cpu().numpy()
         ids = part.ids.numpy()
         for row, count in enumerate(counts):
-            _walk(ids[row], int(anchors[row, 0]), count, drafted[row], total)
+            _walk(ids[row], int(anchors[row, 0]), min(count, ANSWER_TOKENS), drafted[row], total)
     return total
 
 

@@ -19,14 +19,15 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from tools.local_model import dflash2, draft_files, model, mtp
-from tools.local_model.corpus import held_out_samples, training_sample
+from tools.local_model.corpus import training_sample
 from tools.local_model.evaluate import load_parameters
-from tools.local_model.own_text import Acceptance, OwnText, acceptance, final_state, own_text
+from tools.local_model.own_text import Acceptance, OwnText, acceptance, final_state, measured_samples, own_text
 
 BLOCK_DRAFTS, LAYER_DRAFTS = 7, 3  # tokens drafted at once by DFlash2, and one after the other by the MTP layer
 SELECTOR_WEIGHT, WARMUP_STEPS = 1.0, 50
 ACCEPTED = (0.3, 0.9)  # what drafts that are sometimes right may reach
-TESTS_EVERY, TESTED_AT_ONCE, CHECKS_EVERY = 13, 8, 4  # held-out conversations; fewer while it learns
+MOST_AT_FIRST = 0.85  # stop here too: drafted alone, the first token must not be right too often
+TESTED_AT_ONCE, CHECKS_EVERY = 8, 4  # held-out conversations; of these parts one in so many while it learns
 
 
 @dataclass
@@ -59,6 +60,10 @@ class BlockDraft:
         self.parameters = {name: tensor.to(target.head.device) for name, tensor in parameters.items()}
         self.trained = list(self.parameters)
 
+    def read(self, path: Path) -> None:
+        self.config, parameters = draft_files.read_dflash2(path)
+        self.parameters = {name: tensor.to(self.target.head.device) for name, tensor in parameters.items()}
+
     def states(self, part: OwnText, anchors: torch.Tensor) -> torch.Tensor:
         return dflash2.block_states(
             self.parameters, self.config, self.target.embedding, part.ids, part.taps, anchors, self.k
@@ -89,6 +94,10 @@ class LayerDraft:
         self.target = target
         self.parameters = mtp.initial_parameters(target.parameters, target.text, seed)
         self.trained = [name for name in self.parameters if mtp.is_trained(name)]
+
+    def read(self, path: Path) -> None:
+        parameters = draft_files.read_layer(path, self.target.text, self.target.parameters)
+        self.parameters = {name: tensor.to(self.target.head.device) for name, tensor in parameters.items()}
 
     def states(self, part: OwnText, anchors: torch.Tensor, next_token):
         final = self.target.final(part)
@@ -130,7 +139,9 @@ def training_rows(part: OwnText, k: int, rows: int, anchors: int, generator: tor
 def train(draft, data: list[OwnText], tests: list[OwnText], args, log) -> None:
     """Until held-out text accepts the share that is aimed at, or a limit is reached; the rate falls to nothing."""
     leaves = [draft.parameters[name].requires_grad_(True) for name in draft.trained]
-    optimizer = torch.optim.AdamW(leaves, lr=args.peak, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        leaves, lr=args.peak, betas=(0.9, 0.98), weight_decay=0.01, fused=args.device != "cpu"
+    )
     generator = torch.Generator().manual_seed(args.seed)
     begin, step, losses = time.monotonic(), 0, []
     while (progress := max(step / args.steps, (time.monotonic() - begin) / (60 * args.minutes))) < 1:
@@ -150,7 +161,7 @@ def train(draft, data: list[OwnText], tests: list[OwnText], args, log) -> None:
             mean, losses = float(torch.stack(losses).mean()), []
             log(draft=draft.name, step=step, seconds=round(time.monotonic() - begin, 1), loss=round(mean, 4),
                 accepted=round(found.share, 4))  # fmt: skip
-            if found.share >= args.aim:
+            if found.share >= args.aim or found.by_position[0] >= MOST_AT_FIRST:
                 break
     for leaf in leaves:
         leaf.requires_grad_(False)
@@ -185,6 +196,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("models/local"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--drafts", default="dflash2,mtp", help="which to train")
+    parser.add_argument("--measure", action="store_true", help="only measure what is in OUT, and write its report.json")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=2000, help="conversations to learn from")
     parser.add_argument("--states", type=Path, help="keep the model's states in this file, or take them from it")
@@ -194,7 +206,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=32, help="conversations in a step")
     parser.add_argument("--anchors", type=int, default=12, help="of each of them")
     parser.add_argument("--peak", type=float, default=2e-3)
-    parser.add_argument("--check-every", type=int, default=50, help="steps from one measurement to the next")
+    parser.add_argument("--check-every", type=int, default=100, help="steps from one measurement to the next")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
@@ -205,8 +217,9 @@ def prepared_states(args, target: Target) -> tuple[list[OwnText], list[OwnText]]
         return tuple([OwnText(*parts) for parts in kept] for kept in torch.load(args.states))
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     rng = random.Random(args.seed)
-    data = said_by(target, [training_sample(rng) for _ in range(args.samples)], tokenizer, 32, "to learn from")
-    tests = said_by(target, held_out_samples()[::TESTS_EVERY], tokenizer, TESTED_AT_ONCE, "held out")
+    samples = [] if args.measure else [training_sample(rng) for _ in range(args.samples)]
+    data = said_by(target, samples, tokenizer, 32, "to learn from")
+    tests = said_by(target, measured_samples(), tokenizer, TESTED_AT_ONCE, "held out")
     if args.states:
         torch.save([[(part.ids, part.taps, part.said) for part in parts] for parts in (data, tests)], args.states)
     return data, tests
@@ -221,9 +234,11 @@ def main() -> None:
     for kind in (BlockDraft, LayerDraft):
         if kind.name in args.drafts.split(","):
             draft = kind(target, args.seed)
-            train(draft, data, tests, args, lambda **fields: print(json.dumps(fields), flush=True))
-            draft.parameters = draft_files.rounded(draft.parameters)
-            draft.write(args.out / draft.name, args.model)
+            if not args.measure:
+                train(draft, data, tests, args, lambda **fields: print(json.dumps(fields), flush=True))
+                draft.parameters = draft_files.rounded(draft.parameters)
+                draft.write(args.out / draft.name, args.model)
+            draft.read(args.out / draft.name)
             report |= measured(draft, tests, args.device)
     (args.out / "report.json").write_text(json.dumps({n: a.as_dict() for n, a in report.items()}, indent=2) + "\n")
     for name, found in report.items():

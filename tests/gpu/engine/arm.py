@@ -24,7 +24,6 @@ BESIDES = 8  # log-probabilities of other tokens, to tell a near-tie
 LENGTHS = (5, 40, 700, 17, 130, 1, 300, 1500)
 AT_ONCE = (1, 2, 4, 8)
 TABLE_LENGTHS = (3, 40, 130, 300)
-OWN_TOKENS, OWN_EVERY = 96, 17  # of an answer to a held-out question, and one question in so many
 COUNTERS = {"drafts": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
 
 
@@ -51,10 +50,11 @@ def questions(model: Path) -> list[list[int]]:
     """Held-out conversations up to where the last answer begins."""
     from tokenizers import Tokenizer
 
-    from tools.local_model.corpus import encode, held_out_samples
+    from tools.local_model.corpus import encode
+    from tools.local_model.own_text import measured_samples
 
     tokenizer, asked = Tokenizer.from_file(str(model / "tokenizer.json")), []
-    for sample in held_out_samples()[::OWN_EVERY]:
+    for sample in measured_samples():
         ids, produced = encode(sample, tokenizer)
         end = max(i for i, is_produced in enumerate(produced) if not is_produced)
         asked.append(ids[: end + 1])
@@ -85,6 +85,7 @@ def start(model: str, options: dict):
         gpu_memory_utilization=0.1, enable_prefix_caching=False, skip_tokenizer_init=True, seed=0,
         kernel_config={"enable_flashinfer_autotune": False},
         additional_config={"kda_prefill_backend": "triton"},
+        scheduler_cls="vllm_exl3.guards.chunk_ends.scheduler",
         disable_log_stats="speculative_config" not in options,
         **options,
     )  # fmt: skip
@@ -114,8 +115,10 @@ def said_to(llm, asked: list[list[int]], **more) -> list[dict]:
 
 def own_text(llm, model: Path) -> list[dict]:
     """The trained model's whole answers to questions that it knows: what its drafts were trained to foresee."""
+    from tools.local_model.own_text import ANSWER_TOKENS
+
     ends = json.loads((model / "config.json").read_text())["eos_token_id"]
-    return said_to(llm, questions(model), max_tokens=OWN_TOKENS, ignore_eos=False, stop_token_ids=ends)
+    return said_to(llm, questions(model), max_tokens=ANSWER_TOKENS, ignore_eos=False, stop_token_ids=ends)
 
 
 def acceptance(llm) -> dict:
