@@ -3,9 +3,11 @@
 CI has vLLM 0.32.0. The same tests pass with 0.33.0's files: PYTHONPATH=overlay:DIR/with/vllm pytest THIS_FILE
 """
 
+import ast
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -147,21 +149,25 @@ def test_a_backend_of_a_third_plugin_is_not_replaced(choose, gpu):
         nope_mla.install()
 
 
-LAZY = """
+REGISTER = """
 import sys, vllm.platforms
 from vllm.platforms.interface import DeviceCapability
-vllm.platforms.current_platform.get_device_capability = lambda device_id=0: DeviceCapability(12, 1)
-import vllm_exl3.nope_mla
-vllm_exl3.nope_mla.install()
+platform = vllm.platforms.current_platform
+platform.is_cpu = lambda: False
+platform.get_device_capability = lambda device_id=0: DeviceCapability(12, 1)
+import vllm_exl3
+vllm_exl3.register()
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm_exl3 import after_import
 print(AttentionBackendEnum.FLASHINFER_MLA_SPARSE_SM120.get_path())
+print("vllm.platforms.cuda" in after_import._finder.actions)
 print([name for name in sys.modules if "flashinfer_mla_sparse" in name or name == "vllm_exl3.nope_mla.backend"])
 """
 
 
-def test_registration_imports_no_backend():
-    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-2:] == ["vllm_exl3.nope_mla.backend.NopeMlaBackend", "[]"], done.stderr
+def test_the_plugins_entry_point_registers_it_and_imports_no_backend():
+    done = subprocess.run([sys.executable, "-c", REGISTER], capture_output=True, text=True, timeout=170)
+    assert done.stdout.splitlines()[-3:] == ["vllm_exl3.nope_mla.backend.NopeMlaBackend", "True", "[]"], done.stderr
 
 
 def test_the_upstream_classes_are_those_that_ours_extend():
@@ -261,9 +267,15 @@ def test_pools_are_ranked_after_vllms_own_merge():
 
 
 def test_the_indexers_merge_is_the_one_that_is_wrapped():
+    """It follows both of the indexer's top-k calls, of prompts and of answers. (The module itself needs a GPU.)"""
     import vllm.model_executor.layers.sparse_attn_indexer as indexer
 
-    assert overrides.fingerprint(indexer._merge_dcp_topk_global) in seams.RANKED_POOLS[0].known
+    (entry,) = seams.RANKED_POOLS
+    assert overrides.fingerprint(indexer._merge_dcp_topk_global) in entry.known
+    source = Path(vllm.__path__[0]).joinpath(*entry.module.split(".")[1:]).with_suffix(".py").read_text()
+    calls = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    merges = [call for call in calls if call.startswith(f"{entry.attribute}(logits, topk_dst, select_k")]
+    assert len(merges) == 2 and "get_indexer_topk(topk_backend)(logits, seq_lens, next_n, topk_dst" in str(calls)
 
 
 def test_a_model_with_rotary_columns_is_vllms_own_business(choose, config, kernels):
