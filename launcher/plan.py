@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.service import TOKEN_NAME
 from launcher.settings import HOST, MODEL_ID, TABLE
 
 # Names that other programs own. What the caller's shell happens to hold for them must not change
@@ -39,11 +40,13 @@ class Plan:
         return f"http://{HOST}:{self.port}"
 
 
-def make_plan(values: Mapping[str, object], python: Path, ambient: Mapping[str, str]) -> Plan:
+def make_plan(
+    values: Mapping[str, object], python: Path, ambient: Mapping[str, str], admin_token: str = ""
+) -> Plan:
     inherited, ignored = split_environment(ambient)
     return Plan(
         argv=tuple(serve(values, python)),
-        settings=serve_environment(values),
+        settings={**serve_environment(values), TOKEN_NAME: admin_token or "<made at start>"},
         inherited=inherited,
         ignored=ignored,
         folder=values["run_dir"],
@@ -78,6 +81,8 @@ SERVER_FLAGS = (
     # KDA layers on the CPU keep no state that a later request could share.
     "--no-enable-prefix-caching",
     "--max-num-seqs", "8",
+    # Tells each client how much of its prompt came from the prefix cache.
+    "--enable-prompt-tokens-details",
 )  # fmt: skip
 
 
@@ -97,6 +102,8 @@ def serve_environment(values: Mapping[str, object]) -> dict[str, str]:
         "HF_HOME": str(caches / "huggingface"),
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        # vLLM lets a plugin add routes to the API only where it is named here, which keeps others out.
+        "VLLM_PLUGINS": "exl3",
         # The log is followed line by line.
         "PYTHONUNBUFFERED": "1",
     }
@@ -115,7 +122,7 @@ def split_environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], tuple
 
 
 def secret_names() -> set[str]:
-    return {setting.from_environment for setting in TABLE if setting.secret}
+    return {TOKEN_NAME, *(setting.from_environment for setting in TABLE if setting.secret)}
 
 
 def describe(plan: Plan) -> str:
