@@ -47,8 +47,20 @@ class Door:
     port: int
     api_key: str
     max_tokens: int
-    timeout_s: float  # of each of the two answers
+    timeout_s: float  # of all plain questions, and of each answer of the other kind
     consequence: str  # of a wrong answer, see canary.py
+
+
+def ask_all(questions: Sequence[Question], door: Door) -> list[tuple[Question, Answer]]:
+    """Those of the prefix cache last. Raises LauncherError at the first wrong answer."""
+    plain = [question for question in questions if question.kind != canary.CACHED]
+    answered = canary.check_answers(
+        door.port, plain, door.api_key, door.host, door.max_tokens, door.timeout_s, door.consequence
+    )
+    for question in questions:
+        if question.kind == canary.CACHED:
+            answered += check(question, door)
+    return answered
 
 
 def check(question: Question, door: Door) -> list[tuple[Question, Answer]]:

@@ -76,25 +76,19 @@ def read_question(entry: dict) -> Question:
 
 
 def questions_for_start(path: Path) -> list[Question]:
-    questions = read_questions(path)
-    return [*short_questions(path), *(question for question in questions if question.kind == LONG)]
-
-
-def cached_questions(path: Path) -> list[Question]:
-    """At most one."""
-    return [question for question in read_questions(path) if question.kind == CACHED][:1]
-
-
-def short_questions(path: Path) -> list[Question]:
-    chosen = {}
-    for question in read_questions(path):
+    chosen, questions = {}, read_questions(path)
+    for question in questions:
         chosen.setdefault(question.kind, question)
     missing = [kind for kind in START_KINDS if kind not in chosen]
     if missing:
         raise LauncherError(
             f"{path}: has no question of kind {' or '.join(missing)}, a start asks one of each; add one."
         )
-    return [chosen[kind] for kind in START_KINDS]
+    return [
+        *(chosen[kind] for kind in START_KINDS),
+        *(question for question in questions if question.kind == LONG),
+        *(chosen[kind] for kind in (CACHED,) if kind in chosen),
+    ]
 
 
 def fault(question: Question, answer: Answer) -> str | None:

@@ -113,10 +113,10 @@ def plan_of(context) -> cluster_plan.Plan:
     return plan
 
 
-def questions_file(config) -> Path:
+def questions_of(config) -> list[canary.Question]:
     """A reviewed list comes with the model, or with the launcher for the model that it is made for."""
     beside = Path(str(config["MODEL_DIR"])).expanduser() / "canary.json"
-    return beside if beside.is_file() else CANARIES / f"{MODEL_ID}.json"
+    return canary.questions_for_start(beside if beside.is_file() else CANARIES / f"{MODEL_ID}.json")
 
 
 # Start
@@ -146,19 +146,16 @@ def launch(config, *, may_replace: bool) -> Exit:
         with console.phase("checks"):
             context = look(config, state)
         refuse_bad_findings(context)
-        plan, asked = plan_of(context), questions_file(config)
-        questions = canary.questions_for_start(asked), canary.cached_questions(asked)
+        plan, questions = plan_of(context), questions_of(config)
         if state:
             with console.phase("stop"), signals_ignored():
                 end_units(state)
             files.forget_state()
-        bring_up(context, plan, *questions)
+        bring_up(context, plan, questions)
     return Exit.OK
 
 
-def bring_up(
-    context, plan: cluster_plan.Plan, questions: Sequence[canary.Question], cached: Sequence[canary.Question]
-) -> None:
+def bring_up(context, plan: cluster_plan.Plan, questions: Sequence[canary.Question]) -> None:
     """All or nothing: on any failure or interrupt nothing of it stays on any node."""
     config, files = context.config, files_of(context.config)
     run = Run(config, plan, remote.nodes_of(config), files)
@@ -170,7 +167,7 @@ def bring_up(
             for unit in plan.ranks[0].units[1:]:
                 run.start_unit(run.nodes[0], unit)
         run.wait_for_server()
-        answered = run.ask(questions, cached)
+        answered = run.ask(questions)
     except BaseException:
         with signals_ignored():
             keep_logs(run.state, files)
@@ -296,15 +293,14 @@ class Run:
                 Exit.SERVER,
             )
 
-    def ask(self, questions: Sequence[canary.Question], cached: Sequence[canary.Question]):
+    def ask(self, questions: Sequence[canary.Question]):
         host, port, key = door_of(self.config), self.config["PORT"], str(self.config["VLLM_API_KEY"] or "")
         watched = [] if running_checks.CLOCKS in self.config["SKIP_CHECKS"] else self.nodes
         with self.phase("canary", "CANARY_TIMEOUT_S"):
             limit_s = self.config["CANARY_TIMEOUT_S"]
+            door = cached_prefix.Door(host, port, key, CANARY_TOKENS, limit_s, canary.AT_START)
             with clocks.sampled(watched) as samples:
-                answered = canary.check_answers(port, list(questions), key, host, CANARY_TOKENS, limit_s)
-                door = cached_prefix.Door(host, port, key, CANARY_TOKENS, limit_s, canary.AT_START)
-                answered += [pair for question in cached for pair in cached_prefix.check(question, door)]
+                answered = cached_prefix.ask_all(questions, door)
             refuse_bad_run(list(running_checks.check_clocks(samples)), self.config, "canary")
             if self.config["SPEC_METHOD"] != "none":
                 refuse_idle_drafts(counters.fetch(host, port) or {}, self.config["SPEC_METHOD"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from launcher import cached_prefix, canary, console, service
-from launcher.cluster_life import CANARY_TOKENS, files_of, questions_file
+from launcher.cluster_life import CANARY_TOKENS, files_of, questions_of
 from launcher.cluster_state import ClusterState
 from launcher.errors import Exit, LauncherError
 from launcher.lifecycle import print_answered
@@ -26,16 +26,17 @@ def ask(config) -> Exit:
     state = running(config)
     if state is None:
         return Exit.NOT_RUNNING
-    (host, port), key, limit_s = address_of(state), str(config["VLLM_API_KEY"] or ""), config["CANARY_TIMEOUT_S"]
-    asked, limits = questions_file(config), (CANARY_TOKENS, limit_s, canary.IN_SERVICE)
+    door = cached_prefix.Door(
+        *address_of(state), str(config["VLLM_API_KEY"] or ""), CANARY_TOKENS, config["CANARY_TIMEOUT_S"],
+        canary.IN_SERVICE,
+    )  # fmt: skip
+    questions = [question for question in questions_of(config) if question.kind != canary.LONG]
     console.say(
         f"Asks two short questions, and one of {cached_prefix.BLOCKS} blocks of the prefix cache twice; each answer is "
         f"cut at {CANARY_TOKENS:,} tokens."
     )
     with console.phase("canary"):
-        answered = canary.check_answers(port, canary.short_questions(asked), key, host, *limits)
-        for question in canary.cached_questions(asked):
-            answered += cached_prefix.check(question, cached_prefix.Door(host, port, key, *limits))
+        answered = cached_prefix.ask_all(questions, door)
     print_answered("It was asked, and answered correctly:", answered)
     return Exit.OK
 

@@ -94,7 +94,7 @@ def bring_up(values, plan: plans.Plan, state_file: StateFile, questions) -> tupl
         canary=str(values["canary"]),
     )  # fmt: skip
     state_file.write(state)
-    state_file.write_token(plan.settings[service.TOKEN_NAME])
+    state_file.write_token(plan.settings.get(service.TOKEN_NAME, ""))
     server = None
     try:
         environment.make_environment(environment.Sources(), values["run_dir"] / "environment.log")

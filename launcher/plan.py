@@ -46,7 +46,7 @@ def make_plan(
     inherited, ignored = split_environment(ambient)
     return Plan(
         argv=tuple(serve(values, python)),
-        settings={**serve_environment(values), TOKEN_NAME: admin_token or "<made at start>"},
+        settings={**serve_environment(values), **({TOKEN_NAME: admin_token} if admin_token else {})},
         inherited=inherited,
         ignored=ignored,
         folder=values["run_dir"],
@@ -127,7 +127,8 @@ def secret_names() -> set[str]:
 
 def describe(plan: Plan) -> str:
     """The plan as shell text that can be pasted, secrets left out."""
-    lines = [f"cd {shlex.quote(str(plan.folder))}"]
+    lines = [f"# A start also makes {TOKEN_NAME}, the key to the routes of the plugin."]
+    lines.append(f"cd {shlex.quote(str(plan.folder))}")
     lines += [f"export {name}={REDACTED if name in secret_names() else shlex.quote(value)}"
               for name, value in sorted(plan.settings.items())]  # fmt: skip
     lines.append(" \\\n    ".join(pairs(plan.argv)))
