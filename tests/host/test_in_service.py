@@ -66,78 +66,61 @@ def test_what_is_not_there_is_told_as_such():
     assert counters.drafts_row(without("spec_decode")) == "none"
     assert counters.drafts_row(without("draft_tokens", "num_accepted")) == "none"
     assert counters.loops_row(without("exl3:")).startswith("not told")
-    assert counters.loops_row(Counters(METRICS.replace("unread_total 0", "unread_total 7"))).endswith("7 could not be read")
-
-
-def test_status_shows_them(cluster_stub, capsys, monkeypatch):
-    config = cluster_stub.config()
-    cluster_life.start(config)
-    cluster_stub.api.counters = METRICS.replace("requests_running{", "requests_running_then{")
-    assert cluster_life.status(config) == Exit.OK
-    said = capsys.readouterr().out
-    for name, row in counters.rows(Counters(METRICS)):
-        assert re.search(rf"^{name}: +{re.escape(row)}$", said, re.MULTILINE)
-    assert "3 times set back" in said
+    unread = Counters(METRICS.replace("unread_total 0", "unread_total 7"))
+    assert counters.loops_row(unread).endswith("; 7 could not be read")
 
 
 # Emptying the cache
 
 
-def test_the_cache_is_emptied_with_the_token_of_the_start(cluster_stub, capsys, monkeypatch, tmp_path):
-    config = cluster_stub.config()
-    cluster_life.start(config)
-    cluster_stub.api.cached.add(("salt", "prompt"))
+@pytest.fixture
+def serving(cluster_stub):
+    """A cluster that is ready, of which only the API is there."""
+    cluster_stub.pretend_ready(cluster_stub.config())
+    return cluster_stub
+
+
+def test_the_cache_is_emptied_with_the_token_of_the_start(serving, capsys, monkeypatch, tmp_path):
+    serving.api.cached.add(("salt", "prompt"))
     monkeypatch.setattr(cluster, "REPOSITORY", tmp_path)  # its settings are gone; the state says where
     arguments = ["start.sh", "tp2", "cache", "reset"]
-    assert cluster.main(arguments, {"RUN_DIR": str(cluster_stub.run_dir)}) == Exit.OK
-    assert cluster_stub.api.cached == set()
-    said, (token,) = capsys.readouterr(), cluster_stub.api.resets
-    assert "The prefix cache is empty" in said.out and len(token) >= 32
-    state = cluster_stub.run_dir / "tp2.json"
-    public = (cluster_stub.books / "calls").read_text() + state.read_text() + said.out + said.err
-    assert token not in public + (cluster_stub.run_dir / "tp2-run.json").read_text()
+    assert cluster.main(arguments, {"RUN_DIR": str(serving.run_dir)}) == Exit.OK
+    assert serving.api.cached == set() and serving.api.resets == ["f00d" * 16]
+    said = capsys.readouterr()
+    assert "The prefix cache is empty" in said.out and "f00d" not in said.out + said.err
 
 
-def test_a_reset_waits_for_a_pause(cluster_stub, monkeypatch):
+def test_a_reset_waits_for_a_pause(serving, monkeypatch):
     monkeypatch.setattr(service, "POLL_S", 0.01)
-    config = cluster_stub.config()
-    cluster_life.start(config)
-    cluster_stub.api.busy = 3
-    assert cluster_service.reset_cache(config) == Exit.OK
-    assert len(cluster_stub.api.resets) == 4
+    serving.api.busy = 3
+    assert cluster_service.reset_cache(serving.config()) == Exit.OK
+    assert len(serving.api.resets) == 4
 
 
-def refused_reset(cluster_stub, change) -> LauncherError:
-    config = cluster_stub.config()
-    cluster_life.start(config)
-    change(cluster_stub)
-    with pytest.raises(LauncherError) as caught:
-        cluster_service.reset_cache(config)
-    return caught.value
-
-
-def forget_token(stub):
-    file = stub.run_dir / "exl3-tp2-rank0" / "environment"
-    file.write_text(file.read_text().replace(service.TOKEN_NAME, "OTHER"))
+def other_token(stub):
+    stub.api.env_file = stub.run_dir / "other"
+    stub.api.env_file.write_text(f"{service.TOKEN_NAME}=another\n")
 
 
 REFUSALS = {
     "requests": (lambda stub: setattr(stub.api, "busy", 10**6), Exit.BUSY, "requests were running for 0 s .2 now."),
-    "another token": (lambda stub: setattr(stub.api, "env_file", __import__("pathlib").Path("/dev/null")), Exit.SERVER,
-                      "refused the token"),
+    "another token": (other_token, Exit.SERVER, "refused the token"),
     "older plugin": (lambda stub: setattr(stub.api, "has_route", False), Exit.SERVER, "no route for it"),
-    "no token": (forget_token, Exit.SERVER, "holds no EXL3_ADMIN_TOKEN"),
+    "no token": (lambda stub: stub.api.env_file.write_text(""), Exit.SERVER, "holds no EXL3_ADMIN_TOKEN"),
+    "no file": (lambda stub: stub.api.env_file.unlink(), Exit.SERVER, "holds no EXL3_ADMIN_TOKEN"),
     "no server": (lambda stub: stub.close(), Exit.SERVER, "no answer .ConnectionRefusedError"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_reset_that_cannot_be_is_told_with_its_reason(cluster_stub, monkeypatch, name):
+def test_a_reset_that_cannot_be_is_told_with_its_reason(serving, monkeypatch, name):
     change, code, message = REFUSALS[name]
     monkeypatch.setattr(service, "WAIT_S", 0)
-    cluster_stub.api.counters = "vllm:num_requests_running 2.0\n"
-    error = refused_reset(cluster_stub, change)
-    assert error.code == code and re.search(message, str(error))
+    serving.api.counters = "vllm:num_requests_running 2.0\n"
+    change(serving)
+    with pytest.raises(LauncherError, match=message) as caught:
+        cluster_service.reset_cache(serving.config())
+    assert caught.value.code == code
 
 
 def test_nothing_is_asked_where_nothing_runs(cluster_stub, capsys):
@@ -146,19 +129,17 @@ def test_nothing_is_asked_where_nothing_runs(cluster_stub, capsys):
     assert "not running" in capsys.readouterr().out
 
 
-def test_a_start_under_way_is_not_asked(cluster_stub):
-    config = cluster_stub.config()
-    cluster_life.start(config)
-    files = cluster_life.files_of(config)
+def test_a_start_under_way_is_not_asked(serving):
+    files = cluster_life.files_of(serving.config())
     files.write_state(files.read_state().entered("load"))
-    with pytest.raises(LauncherError, match="The start is in phase load") as caught:
-        cluster_service.ask(config)
-    assert caught.value.code == Exit.STARTING
+    for ask in (cluster_service.ask, cluster_service.reset_cache):
+        with pytest.raises(LauncherError, match="The start is in phase load") as caught:
+            ask(serving.config())
+        assert caught.value.code == Exit.STARTING
 
 
-def test_a_state_of_an_older_launcher_is_read(cluster_stub):
-    cluster_life.start(cluster_stub.config())
-    raw = json.loads((cluster_stub.run_dir / "tp2.json").read_text())
+def test_a_state_of_an_older_launcher_is_read(serving):
+    raw = json.loads((serving.run_dir / "tp2.json").read_text())
     del raw["env_file"]
     assert from_json(raw).env_file == ""
 
@@ -187,86 +168,96 @@ def with_cached_question(cluster_stub, tmp_path):
 TOLD = "6041  (512 of 576 tokens from the prefix cache; as cold, within 0.00 nats)"
 
 
-def test_a_start_and_the_canary_compare_a_cached_prefix(cluster_stub, with_cached_question, capsys):
-    assert cluster_life.start(with_cached_question) == Exit.OK
+def test_a_cluster_from_its_start_on(cluster_stub, with_cached_question, capsys):
+    """The start compares a cached prefix; then `status`, `canary` and `cache reset` of what it has started."""
+    config, api = with_cached_question, cluster_stub.api
+    assert cluster_life.start(config) == Exit.OK
     assert f"(576 tokens of text) What is the number?\n    {TOLD}" in capsys.readouterr().out
-    assert len(cluster_stub.api.asked[-1].split()) + 8 == 2 * 256 + 64
-    cluster_stub.api.asked.clear()
-    assert cluster_service.ask(with_cached_question) == Exit.OK
-    said = capsys.readouterr()
-    assert TOLD in said.out and "Which port does the API use?" in said.out
-    assert "each answer is cut at 2,048 tokens" in said.err
-    assert "Long?" not in said.out and not [text for text in cluster_stub.api.asked if "Long?" in text]
+    assert len(api.asked[-1].split()) + 8 == 2 * 256 + 64
+
+    api.counters = METRICS.replace("requests_running{", "requests_running_then{")
+    assert cluster_life.status(config) == Exit.OK
+    said = capsys.readouterr().out
+    for name, row in counters.rows(Counters(METRICS)):
+        assert re.search(rf"^{name}: +{re.escape(row)}$", said, re.MULTILINE)
+    assert "3 times set back" in said
+
+    assert cluster_service.reset_cache(config) == Exit.OK
+    said, (token,) = capsys.readouterr(), api.resets
+    assert api.cached == set() and len(token) >= 32
+    public = "".join((cluster_stub.run_dir / name).read_text() for name in ("tp2.json", "tp2-run.json"))
+    assert token not in public + (cluster_stub.books / "calls").read_text() + said.out + said.err
 
 
-def test_every_canary_has_a_prefix_of_its_own(cluster_stub, with_cached_question):
-    cluster_life.start(with_cached_question)
-    cluster_service.ask(with_cached_question)
-    salts = {salt for salt, prompt in cluster_stub.api.cached if "What is the number?" in prompt}
-    assert len(salts) == 2 and all(len(salt) == 32 for salt in salts)
-
-
-DAMAGES = {
-    "another answer": ({"warm_text": "1111"}, "answered '6041' cold and '1111' with 512 tokens from the prefix cache"),
-    "the same answer, less sure": ({"warm_shift": 1.5}, "log-probabilities are 1.50 apart"),
-    "no number": ({"warm_shift": math.nan}, "log-probabilities are inf apart"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_an_answer_from_a_damaged_cache_is_wrong(cluster_stub, with_cached_question, name):
-    changes, message = DAMAGES[name]
-    for attribute, value in changes.items():
-        setattr(cluster_stub.api, attribute, value)
-    with pytest.raises(LauncherError, match=message) as caught:
+def test_a_damaged_cache_ends_the_start(cluster_stub, with_cached_question):
+    cluster_stub.api.warm_text = "1111"
+    with pytest.raises(LauncherError, match="what is cached is damaged, so the server was stopped") as caught:
         cluster_life.start(with_cached_question)
     assert caught.value.code == Exit.WRONG_ANSWER
     assert cluster_stub.running == set()
 
 
-def test_a_wrong_answer_in_service_stops_nothing(cluster_stub, with_cached_question):
-    cluster_life.start(with_cached_question)
-    before = set(cluster_stub.running)
-    cluster_stub.api.warm_text = "1111"
-    with pytest.raises(LauncherError, match="it still runs") as caught:
+def test_the_canary_says_what_it_asks_and_asks_little(serving, with_cached_question, capsys):
+    before = len(serving.api.asked)
+    assert cluster_service.ask(with_cached_question) == Exit.OK
+    said = capsys.readouterr()
+    assert TOLD in said.out and "Which port does the API use?" in said.out
+    assert "each answer is cut at 2,048 tokens" in said.err
+    assert "Long?" not in said.out and not [text for text in serving.api.asked[before:] if "Long?" in text]
+
+
+def test_every_canary_has_a_prefix_of_its_own(serving, with_cached_question):
+    for _ in range(2):
         cluster_service.ask(with_cached_question)
-    assert caught.value.code == Exit.WRONG_ANSWER and cluster_stub.running == before
-    cluster_stub.api.damaged = True
-    with pytest.raises(LauncherError, match="the model answered '!!!!'.*it still runs") as caught:
+    salts = {salt for salt, prompt in serving.api.cached if "What is the number?" in prompt}
+    assert len(salts) == 2 and all(len(salt) == 32 for salt in salts)
+
+
+DAMAGES = {
+    "another answer": ({"warm_text": "1111"}, "answered '6041' cold and '1111' with 512 tokens from the prefix cache"),
+    "the same answer, less sure": ({"warm_shift": 1.5}, r"log-probabilities are 1\.50 apart"),
+    "no number": ({"warm_shift": math.nan}, "log-probabilities are inf apart"),
+    "wrong when cold, too": ({"damaged": True}, r"the model answered '!!!!'.*it still runs"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_wrong_answer_in_service_is_told_and_stops_nothing(serving, with_cached_question, name):
+    changes, message = DAMAGES[name]
+    for attribute, value in changes.items():
+        setattr(serving.api, attribute, value)
+    with pytest.raises(LauncherError, match=message) as caught:
         cluster_service.ask(with_cached_question)
-    assert caught.value.code == Exit.WRONG_ANSWER and cluster_stub.running == before
+    assert caught.value.code == Exit.WRONG_ANSWER and "it still runs" in str(caught.value)
+    assert cluster_life.files_of(with_cached_question).read_state().ready
 
 
-def test_rounding_is_no_damage(cluster_stub, with_cached_question):
-    cluster_stub.api.warm_shift = 0.3
-    assert cluster_life.start(with_cached_question) == Exit.OK
+def test_rounding_is_no_damage(serving, with_cached_question):
+    serving.api.warm_shift = 0.3
+    assert cluster_service.ask(with_cached_question) == Exit.OK
 
 
-def test_without_a_cache_or_a_hit_nothing_is_claimed(cluster_stub, with_cached_question, capsys, monkeypatch):
-    cluster_life.start(with_cached_question)
-    capsys.readouterr()
+def test_without_a_cache_or_a_hit_nothing_is_claimed(serving, with_cached_question, capsys, monkeypatch):
     monkeypatch.setattr(cached_prefix, "ask", lambda *_: replace(SAID, cached_tokens=0))
     assert cluster_service.ask(with_cached_question) == Exit.OK
     said = capsys.readouterr()
     assert "nothing of the 576 tokens came from the prefix cache" in said.err and "6041" not in said.out
-    cluster_stub.api.counters = CACHE_ON.replace("True", "False")
+    serving.api.counters = CACHE_ON.replace("True", "False")
     assert cluster_service.ask(with_cached_question) == Exit.OK
     assert "the prefix cache is off, so that no cached prefix was compared" in capsys.readouterr().err
 
 
-def test_a_server_that_refuses_the_question_is_told(cluster_stub, with_cached_question, monkeypatch):
-    cluster_life.start(with_cached_question)
-    monkeypatch.setattr(cluster_stub.api, "answer", lambda self, *_: self.reply("no such field", 400))
-    with pytest.raises(LauncherError, match="no answer to .*status 400: no such field"):
-        cached_prefix.check(canary.read_question(RED_BOX), door_of(cluster_stub))
+def test_a_server_that_refuses_the_question_is_told(serving, with_cached_question, monkeypatch):
+    monkeypatch.setattr(serving.api, "answer", lambda self, *_: self.reply("no such field", 400))
+    with pytest.raises(LauncherError, match=r"no answer to .*status 400: no such field"):
+        cached_prefix.check(canary.read_question(RED_BOX), door_of(serving))
 
 
-def test_the_pair_has_a_time_limit(cluster_stub, with_cached_question):
-    cluster_life.start(with_cached_question)
-    cluster_stub.api.delay_s = 20
+def test_the_pair_has_a_time_limit(serving, with_cached_question):
+    serving.api.delay_s = 20
     began = time.monotonic()
     with pytest.raises(LauncherError, match="TimeoutError"):
-        cached_prefix.check(canary.read_question(RED_BOX), replace(door_of(cluster_stub), timeout_s=0.5))
+        cached_prefix.check(canary.read_question(RED_BOX), replace(door_of(serving), timeout_s=0.5))
     assert time.monotonic() - began < 15
 
 
@@ -279,8 +270,9 @@ def door_of(cluster_stub) -> cached_prefix.Door:
 SAID = cached_prefix.Said(canary.Answer("6041", finished=True), (), 576, 512)
 
 
-def tokens(text: str, logprob: float = -0.1, **others: float) -> tuple[Token, ...]:
-    return tuple(Token(sign, logprob, {sign: logprob, "x": -0.4, "y": -7.0, **others}) for sign in text)
+def tokens(text: str, logprob: float = -0.1) -> tuple[Token, ...]:
+    likely = {"a": -0.4, "b": -0.4, "x": -0.4, "y": -7.0}
+    return tuple(Token(sign, logprob, likely | {sign: logprob}) for sign in text)
 
 
 @given(st.text("abx", min_size=1, max_size=9), st.floats(-3, 0), st.floats(-3, 0))
@@ -295,7 +287,8 @@ def test_tokens_that_are_nearly_as_likely_may_swap_and_others_not():
 
 
 def test_behind_the_parting_nothing_counts():
-    assert difference((*tokens("a"), *tokens("b"), *tokens("c", -9)), (*tokens("a"), *tokens("x"), *tokens("c"))) <= MARGIN
+    cold, warm = (*tokens("ab"), *tokens("a", -9)), tokens("axa")
+    assert difference(cold, warm) <= MARGIN
 
 
 def test_what_is_no_number_is_infinitely_far():
