@@ -80,13 +80,15 @@ def check(question: Question, door: Door) -> list[tuple[Question, Answer]]:
         raise LauncherError(
             f"canary: no answer to {question.label!r} ({type(error).__name__}: {error}); look at the log.", Exit.SERVER
         ) from error
-    refuse_damaged(question, cold, warm, door.consequence)
+    canary.refuse_wrong(question, cold.answer, door.consequence)
     if not warm.cached_tokens:
+        canary.refuse_wrong(question, warm.answer, door.consequence)
         console.say(
             f"Note: asked a second time, nothing of the {warm.prompt_tokens:,} tokens came from the prefix cache, so "
             f"that no cached prefix was compared."
         )
         return []
+    refuse_damaged(question, cold, warm, door.consequence)
     told = (
         f"{warm.answer.text.strip()}  ({warm.cached_tokens:,} of {warm.prompt_tokens:,} tokens from the prefix cache; "
         f"as cold, within {difference(cold.tokens, warm.tokens):.2f} nats)"
@@ -123,14 +125,13 @@ def read(body: bytes) -> Said:
 
 
 def refuse_damaged(question: Question, cold: Said, warm: Said, consequence: str) -> None:
-    canary.refuse_wrong(question, cold.answer, consequence)
     wrong, apart = canary.fault(question, warm.answer), difference(cold.tokens, warm.tokens)
     if not wrong and apart > MARGIN:
         wrong = f"log-probabilities are {apart:.2f} apart, where rounding explains {MARGIN:g}"
     if wrong:
         raise LauncherError(
             f"canary: to {question.label!r} the model answered {cold.answer.text[:200]!r} cold and "
-            f"{warm.answer.text[:200]!r} with {warm.cached_tokens or 0:,} tokens from the prefix cache, {wrong}; what "
+            f"{warm.answer.text[:200]!r} with {warm.cached_tokens:,} tokens from the prefix cache, {wrong}; what "
             f"is cached is damaged, {consequence}. PREFIX_CACHE=0 does without the cache, `cache reset` empties that "
             f"of a running server.",
             Exit.WRONG_ANSWER,

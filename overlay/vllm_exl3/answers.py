@@ -114,7 +114,7 @@ class Reader:
             self._read_lines() if self.is_stream else self._read_whole(is_last)
             if len(self.rest) > LONGEST_BYTES:
                 raise ValueError("too long")
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             self.is_unreadable, self.rest = True, b""
 
     def _read_lines(self) -> None:

@@ -242,6 +242,10 @@ def test_without_a_cache_or_a_hit_nothing_is_claimed(serving, with_cached_questi
     assert cluster_service.ask(with_cached_question) == Exit.OK
     said = capsys.readouterr()
     assert "nothing of the 576 tokens came from the prefix cache" in said.err and "6041" not in said.out
+    answers = iter([SAID, replace(SAID, answer=canary.Answer("1111", finished=True), cached_tokens=0)])
+    monkeypatch.setattr(cached_prefix, "ask", lambda *_: next(answers))
+    with pytest.raises(LauncherError, match=r"the model answered '1111', expected '6041' in it; the weights"):
+        cluster_service.ask(with_cached_question)
     serving.api.counters = CACHE_ON.replace("True", "False")
     assert cluster_service.ask(with_cached_question) == Exit.OK
     assert "the prefix cache is off, so that no cached prefix was compared" in capsys.readouterr().err
