@@ -192,7 +192,7 @@ class Cluster:
         own = {"answers": expected_answers(), "env_file": env_file, "cached": set(), "resets": []}
         self.api = type("StubApi", (Api,), own)
         self.server = ThreadingHTTPServer(("127.0.0.1", port), self.api)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     def config(self, **changes: str) -> config.Config:
         settings = {
