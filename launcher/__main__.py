@@ -27,6 +27,8 @@ COMMANDS = {
     "start": ((*SERVE, "detach", *RUN), "set up what is missing, start the server, wait for correct answers, serve"),
     "stop": (RUN, "end the server, or a start that is under way"),
     "status": (RUN, "tell whether it runs, in which phase it is and whether it answers"),
+    "canary": (RUN, "ask what runs the questions of its start once more"),
+    "cache": (RUN, "`cache reset` empties the prefix cache of what runs, between requests"),
     "logs": (RUN, "print the server's log"),
     "plan": ((*SERVE, *RUN), "print the exact command and environment of the server, secrets left out; starts nothing"),
     "setup": (RUN, "only make or update the environment .venv-local"),
@@ -45,6 +47,8 @@ def make_parser() -> argparse.ArgumentParser:
         settings.add_flags(command, flags)
         if name == "logs":
             command.add_argument("-f", "--follow", action="store_true", help="Keep printing until the server ends.")
+        if name == "cache":
+            command.add_argument("action", choices=["reset"])
         if name == "setup":
             command.add_argument("--tests", action="store_true", help="Also install what the tests need.")
     return parser
@@ -71,7 +75,11 @@ def run(options: argparse.Namespace, ambient: dict[str, str]) -> Exit:
         return Exit.OK
     if options.command == "logs":
         return lifecycle.logs(values, options.follow)
-    return {"stop": lifecycle.stop, "status": lifecycle.status}[options.command](values)
+    simple = {
+        "stop": lifecycle.stop, "status": lifecycle.status, "canary": lifecycle.ask_canary,
+        "cache": lifecycle.reset_cache,
+    }  # fmt: skip
+    return simple[options.command](values)
 
 
 def main(arguments: list[str]) -> int:

@@ -19,9 +19,14 @@ START_KINDS = ("fact", "count")
 # A sentence to be found in a text of a given length, asked wherever the list has one: attention over few pages and over
 # many runs other kernels, which have hung where nothing else did.
 LONG = "long"
+# A sentence to be found in a text that is asked twice, cold and from the prefix cache (cached_prefix.py).
+CACHED = "cached"
 MAX_TOKENS = 512
 ANSWER_TIMEOUT_S = 180
 TOKENIZE_TIMEOUT_S = 20
+# What a wrong answer leads to, as the end of its sentence.
+AT_START = "so the server was stopped"
+IN_SERVICE = "so trust none of its answers; it still runs, keep its log for an issue and `stop` it"
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,8 @@ class Question:
     question: str
     must_contain: tuple[str, ...]
     kind: str
-    # Of kind "long" only: how many tokens the prompt has, the sentence to be found in it, and its own time.
+    # Of kinds "long" and "cached": how many tokens the prompt has (found at the time), the sentence to be found in it,
+    # and its own time.
     tokens: int = 0
     needle: str = ""
     limit_s: float = 0
@@ -62,6 +68,8 @@ def read_questions(path: Path) -> list[Question]:
 
 def read_question(entry: dict) -> Question:
     plain = Question(str(entry["question"]), tuple(map(str, entry["must_contain"])), str(entry["kind"]))
+    if plain.kind == CACHED:
+        return replace(plain, needle=str(entry["needle"]))
     if plain.kind != LONG:
         return plain
     return replace(plain, tokens=int(entry["tokens"]), needle=str(entry["needle"]), limit_s=float(entry["limit_s"]))
@@ -76,7 +84,11 @@ def questions_for_start(path: Path) -> list[Question]:
         raise LauncherError(
             f"{path}: has no question of kind {' or '.join(missing)}, a start asks one of each; add one."
         )
-    return [*(chosen[kind] for kind in START_KINDS), *(question for question in questions if question.kind == LONG)]
+    return [
+        *(chosen[kind] for kind in START_KINDS),
+        *(question for question in questions if question.kind == LONG),
+        *(chosen[kind] for kind in (CACHED,) if kind in chosen),
+    ]
 
 
 def fault(question: Question, answer: Answer) -> str | None:
@@ -185,6 +197,7 @@ def check_answers(
     host: str = HOST,
     max_tokens: int = MAX_TOKENS,
     timeout_s: float = ANSWER_TIMEOUT_S,
+    consequence: str = AT_START,
 ) -> list[tuple[Question, Answer]]:
     """Asks every question, all within `timeout_s`; raises LauncherError at the first wrong answer."""
     answered, deadline = [], time.monotonic() + timeout_s
@@ -210,15 +223,15 @@ def check_answers(
                 f"canary: no answer to {question.label!r} ({type(error).__name__}: {error}); look at the log.",
                 Exit.SERVER,
             ) from error
-        refuse_wrong(question, answer)
+        refuse_wrong(question, answer, consequence)
         answered.append((question, answer))
     return answered
 
 
-def refuse_wrong(question: Question, answer: Answer) -> None:
+def refuse_wrong(question: Question, answer: Answer, consequence: str = AT_START) -> None:
     if wrong := fault(question, answer):
         raise LauncherError(
             f"canary: to {question.label!r} the model answered {answer.text[:200]!r}, {wrong}; the weights, the "
-            f"decoder or the engine are damaged, so the server was stopped.",
+            f"decoder or the engine are damaged, {consequence}.",
             Exit.WRONG_ANSWER,
         )

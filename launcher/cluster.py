@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher import cluster_life, cluster_plan, console, envfile
+from launcher import cluster_life, cluster_plan, cluster_service, console, envfile
 from launcher.commands import REPOSITORY
 from launcher.config import Config, load, of_what_runs
 from launcher.errors import Exit, LauncherError
@@ -21,6 +21,8 @@ COMMANDS = {
     "restart": "check every node for the new settings, then replace what runs",
     "stop": "end what runs, on every node",
     "status": "tell whether it runs, answers and makes progress",
+    "canary": "ask what runs a few questions with known answers, one of them cold and from the prefix cache",
+    "cache": "`cache reset` empties the prefix cache of what runs, between requests",
     "logs": "print the log of a rank",
     "check": "look at every node and report; changes nothing",
     "plan": "print what each node will run, secrets left out; needs no node",
@@ -30,7 +32,7 @@ COMMANDS = {
 }
 
 # What needs no settings: the state of the run says which nodes, and how to reach and to end what is there.
-OF_WHAT_RUNS = ("stop", "status", "logs")
+OF_WHAT_RUNS = ("stop", "status", "logs", "cache")
 
 
 def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
@@ -47,6 +49,8 @@ def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
             command.add_argument("rank", nargs="?", type=int, default=0, choices=ranks, help="Default: 0.")
         if name == "logs":
             command.add_argument("-f", "--follow", action="store_true", help="Keep printing until Ctrl-C.")
+        if name == "cache":
+            command.add_argument("action", choices=["reset"])
         if name == "import":
             command.add_argument("file", type=Path, metavar="OLD/.env")
     return parser
@@ -72,6 +76,8 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return cluster_life.logs(config, options.rank, options.follow)
     if options.command == "shell":
         return cluster_life.shell(config, options.rank)
+    if options.command in ("cache", "canary"):
+        return {"cache": cluster_service.reset_cache, "canary": cluster_service.ask}[options.command](config)
     return getattr(cluster_life, options.command)(config)
 
 

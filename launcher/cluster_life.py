@@ -12,10 +12,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from launcher import (
+    cached_prefix,
     canary,
     clocks,
     cluster_plan,
     console,
+    counters,
     discovery,
     facts,
     link_runs,
@@ -29,7 +31,7 @@ from launcher import plan as texts
 from launcher.cluster_state import ClusterState, Files, StartedUnit, new_state
 from launcher.commands import REPOSITORY
 from launcher.errors import Exit, LauncherError
-from launcher.lifecycle import duration, signals_ignored, signals_interrupt
+from launcher.lifecycle import duration, print_answered, signals_ignored, signals_interrupt
 from launcher.remote import Node
 from launcher.settings import MODEL_ID
 from launcher.vllm_flags import api_host
@@ -103,7 +105,7 @@ def refuse_bad_run(findings: Sequence[preflight.Finding], config, phase: str) ->
 def plan_of(context) -> cluster_plan.Plan:
     plan = cluster_plan.make(
         context.config, context.fabrics, homes=[node.host.home for node in context.facts],
-        image_id=preflight.image_id(context), ray_token=secrets.token_hex(32),
+        image_id=preflight.image_id(context), ray_token=secrets.token_hex(32), admin_token=secrets.token_hex(32),
     )  # fmt: skip
     if plan.unresolved:
         missing = ", ".join(plan.unresolved)
@@ -296,16 +298,17 @@ class Run:
         watched = [] if running_checks.CLOCKS in self.config["SKIP_CHECKS"] else self.nodes
         with self.phase("canary", "CANARY_TIMEOUT_S"):
             limit_s = self.config["CANARY_TIMEOUT_S"]
+            door = cached_prefix.Door(host, port, key, CANARY_TOKENS, limit_s, canary.AT_START)
             with clocks.sampled(watched) as samples:
-                answered = canary.check_answers(port, list(questions), key, host, CANARY_TOKENS, limit_s)
+                answered = cached_prefix.ask_all(questions, door)
             refuse_bad_run(list(running_checks.check_clocks(samples)), self.config, "canary")
             if self.config["SPEC_METHOD"] != "none":
-                refuse_idle_drafts(watch.metrics(host, port) or {}, self.config["SPEC_METHOD"])
+                refuse_idle_drafts(counters.fetch(host, port) or {}, self.config["SPEC_METHOD"])
         return answered
 
 
-def refuse_idle_drafts(counters: Mapping[str, float], method: str) -> None:
-    drafted, accepted = counters.get(watch.DRAFTED, 0), counters.get(watch.ACCEPTED, 0)
+def refuse_idle_drafts(found: Mapping[str, float], method: str) -> None:
+    drafted, accepted = found.get(counters.DRAFTED, 0), found.get(counters.ACCEPTED, 0)
     if not accepted:
         raise LauncherError(
             f"canary: SPEC_METHOD={method} drafted {drafted:.0f} tokens and none was accepted, so the draft does not "
@@ -338,9 +341,7 @@ def record_of(context, plan: cluster_plan.Plan) -> dict:
 
 def print_ready(config, plan: cluster_plan.Plan, answered) -> None:
     script = console.program()
-    print(f"\n{MODEL_ID} is ready at {plan.url}/v1. It was asked, and answered correctly:")
-    for question, answer in answered:
-        print(f"  {question.label}\n    {answer.text.strip()}")
+    print_answered(f"\n{MODEL_ID} is ready at {plan.url}/v1. It was asked, and answered correctly:", answered)
     needs_key = bool(config["VLLM_API_KEY"])
     print(f"\nAsk it:\n  {texts.curl(plan.url, answered[0][0].question, needs_key)}")
     print(f"From Python:\n  {texts.openai_client(plan.url, needs_key)}")
@@ -432,13 +433,15 @@ def status(config) -> Exit:
     alive = all((found or {}).get("Running") for found in states) and bool(states) and not lost
     door = urlsplit(state.url)  # of what runs; the settings may have changed since
     answers = alive and canary.is_healthy(door.port, door.hostname)
-    progress, moves = progress_of(door.hostname, door.port) if answers else ("none", False)
+    now, moves, waited = look_at_progress(door.hostname, door.port) if answers else (counters.Counters(), False, "")
     word = ("ready" if moves else "stuck") if state.ready and answers else ("starting" if alive else "broken")
     if state.ready and alive and not answers:
         word = "not answering"
     rows = {
         "status": word, "phase": state.phase, "model id": MODEL_ID, "address": f"{state.url}/v1",
-        "uptime": duration(time.time() - state.since), "progress": progress, "record": files.record_path,
+        "uptime": duration(time.time() - state.since),
+        "progress": counters.progress_row(now) + waited if answers else "none",
+        **dict(counters.rows(now) if answers else ()), "record": files.record_path,
     }  # fmt: skip
     print("\n".join(f"{name + ':':<10}{value}" for name, value in rows.items()))
     for unit, found in zip(state.units, states, strict=True):
@@ -456,20 +459,19 @@ def spoken(state: dict | None) -> str:
     return f"ended with exit code {state['ExitCode']}" if "ExitCode" in state else "gone"
 
 
-def progress_of(host: str, port: int) -> tuple[str, bool]:
-    """(what the counters say, whether the engine moves). /health is 200 also when every rank waits for another."""
-    before = after = watch.metrics(host, port) or {}
+def look_at_progress(host: str, port: int) -> tuple[counters.Counters, bool, str]:
+    """(counters, whether the engine moves, what was waited for in vain). /health is 200 also when every rank waits for
+    another."""
+    before = after = counters.fetch(host, port) or counters.Counters()
     waited_s = 0
-    while before.get(watch.RUNNING) and waited_s < STUCK_AFTER_S:
+    while before.get(counters.RUNNING) and waited_s < STUCK_AFTER_S:
         time.sleep(LOOK_AGAIN_S)
         waited_s += LOOK_AGAIN_S
-        after = watch.metrics(host, port) or {}
-        if not watch.is_stuck(before, after):
+        after = counters.fetch(host, port) or counters.Counters()
+        if not counters.is_stuck(before, after):
             break
-    running, waiting, written = (after.get(name, 0) for name in (watch.RUNNING, watch.WAITING, watch.WRITTEN))
-    text = f"{running:.0f} running, {waiting:.0f} waiting, {written:.0f} tokens written"
-    stuck = watch.is_stuck(before, after)
-    return text + (f", no token in {waited_s} s" if stuck else ""), not stuck
+    stuck = counters.is_stuck(before, after)
+    return after, not stuck, f", no token in {waited_s} s" if stuck else ""
 
 
 def logs(config, rank: int, follow: bool) -> Exit:

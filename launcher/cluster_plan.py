@@ -59,6 +59,10 @@ class RankPlan:
     shell: tuple[str, ...]
 
     @property
+    def env_file(self) -> str:
+        return self.files[0].path
+
+    @property
     def make_folders(self) -> list[str]:
         return ["mkdir", "-p", "--", *self.folders]
 
@@ -91,13 +95,14 @@ def make(
     homes: Sequence[str] | None = None,
     image_id: str = "",
     ray_token: str = "",
+    admin_token: str = "",
 ) -> Plan:
     """Refuses forbidden combinations, all of them at once."""
     refused = refusals.refusals(config)
     if refused:
         raise LauncherError("\n".join(refused))
     founds = [
-        Found(homes[rank] if homes else "", image_id, ray_token) for rank in range(config.topology.nodes)
+        Found(homes[rank] if homes else "", image_id, ray_token, admin_token) for rank in range(config.topology.nodes)
     ]  # fmt: skip
     ranks = tuple(
         rank_plan(config, fabrics[rank] if fabrics else None, rank, found) for rank, found in enumerate(founds)

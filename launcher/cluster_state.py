@@ -39,6 +39,7 @@ class ClusterState:
     units: tuple[StartedUnit, ...] = ()
     shells: tuple[tuple[str, ...], ...] = ()  # by rank: a shell where it runs
     list_gpus: tuple[tuple[str, ...], ...] = ()  # by rank: fails where its container has lost the GPU; may be empty
+    env_file: str = ""  # of rank 0, on this machine: the token for the server's own routes is in it
 
     def entered(self, phase: str, *, ready: bool = False) -> ClusterState:
         return replace(self, phase=phase, ready=ready, since=time.time() if ready else self.since)
@@ -49,7 +50,8 @@ class ClusterState:
 
 def new_state(plan: Plan) -> ClusterState:
     shells, list_gpus = (tuple(getattr(rank, name) for rank in plan.ranks) for name in ("shell", "list_gpus"))
-    return ClusterState("containers", this_process(), plan.url, shells=shells, list_gpus=list_gpus)
+    env_file = plan.ranks[0].env_file
+    return ClusterState("containers", this_process(), plan.url, shells=shells, list_gpus=list_gpus, env_file=env_file)
 
 
 def from_json(raw: Mapping) -> ClusterState:

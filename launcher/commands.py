@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher import service
 from launcher.errors import Exit, LauncherError
 from launcher.kinds import text_of
 from launcher.refusals import refusals
@@ -32,15 +33,17 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 NODE_ENVIRONMENT = (
     "VLLM_HOST_IP", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_NET", "NCCL_IB_GID_INDEX",
     "NCCL_IB_ROCE_VERSION_NUM", "NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "VLLM_API_KEY", "VLLM_CONFIG_ROOT",
-    "RAY_TMPDIR", "EXL3_BIND_ADDRESS", "EXL3_BIND_EXCEPT", "LD_PRELOAD",
+    "RAY_TMPDIR", "EXL3_BIND_ADDRESS", "EXL3_BIND_EXCEPT", service.TOKEN_NAME, "LD_PRELOAD",
 )  # fmt: skip
 NOT_CARRIED_FILE = "ray_non_carry_over_env_vars.json"  # vLLM looks for it in VLLM_CONFIG_ROOT
 
-SECRETS = ("VLLM_API_KEY", "RAY_AUTH_TOKEN")
+SECRETS = ("VLLM_API_KEY", "RAY_AUTH_TOKEN", service.TOKEN_NAME)
 
 SHARED_ENVIRONMENT = {
     # exllamav3's fused expert kernel needs all its blocks on the GPU at once; a second stream would take their places.
     "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
+    # vLLM lets a plugin add routes to the API only where it is named here, which keeps others out.
+    "VLLM_PLUGINS": "exl3",
     # Paths of NCCL that hang or want what a GB10 does not have.
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_IB_DISABLE": "0",
@@ -108,6 +111,7 @@ class Found:
     home: str = ""  # of the user who logs in on this node
     image_id: str = ""  # sha256:..., the same on every node
     ray_token: str = ""
+    admin_token: str = ""  # for the server's own routes (service.py)
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,8 @@ def rank_environment(config, fabric: Fabric | None, rank: int, found: Found = Fo
         environment |= NATIVE_ENVIRONMENT
     if config["EXECUTOR"] == "ray":
         environment |= ray_environment(config, rank, found)
+    if rank == 0:
+        environment[service.TOKEN_NAME] = found.admin_token or "<made at start>"
     if rank == 0 and config["VLLM_API_KEY"]:
         environment["VLLM_API_KEY"] = str(config["VLLM_API_KEY"])
     return environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from launcher import canary, checkpoint, console, environment, phases, processes
+from launcher import canary, checkpoint, console, counters, environment, phases, processes, service
 from launcher import plan as plans
 from launcher import server as servers
 from launcher.errors import Exit, LauncherError
@@ -28,8 +29,8 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C, or a signal that means the same."""
 
 
-def plan_for(values: Mapping[str, object], ambient: Mapping[str, str]) -> plans.Plan:
-    return plans.make_plan(values, environment.Sources().python, ambient)
+def plan_for(values: Mapping[str, object], ambient: Mapping[str, str], admin_token: str = "") -> plans.Plan:
+    return plans.make_plan(values, environment.Sources().python, ambient, admin_token)
 
 
 # start
@@ -41,7 +42,7 @@ def start(values: Mapping[str, object], ambient: Mapping[str, str]) -> Exit:
         with state_file.lock():
             refuse_second_start(state_file)
             questions = check_before(values)
-            plan = plan_for(values, ambient)
+            plan = plan_for(values, ambient, secrets.token_hex(32))
             note_ignored(plan)
             server, state = bring_up(values, plan, state_file, questions)
         if values["detach"]:
@@ -90,8 +91,12 @@ def note_ignored(plan: plans.Plan) -> None:
 def bring_up(values, plan: plans.Plan, state_file: StateFile, questions) -> tuple[subprocess.Popen, State]:
     """All or nothing: on any failure or interrupt no process and no state file stays."""
     log = values["run_dir"] / "local.log"
-    state = State("environment", plan.port, str(values["model"]), str(log), time.time(), this_process())
+    state = State(
+        "environment", plan.port, str(values["model"]), str(log), time.time(), this_process(),
+        canary=str(values["canary"]),
+    )  # fmt: skip
     state_file.write(state)
+    state_file.write_token(plan.settings.get(service.TOKEN_NAME, ""))
     server = None
     try:
         environment.make_environment(environment.Sources(), values["run_dir"] / "environment.log")
@@ -115,13 +120,17 @@ def bring_up(values, plan: plans.Plan, state_file: StateFile, questions) -> tupl
 
 
 def print_address(plan: plans.Plan, answered) -> None:
-    print(f"\n{MODEL_ID} is ready at {plan.url}/v1. It was asked, and answered correctly:")
-    for question, answer in answered:
-        print(f"  {question.question}\n    {answer.text.strip()}")
+    print_answered(f"\n{MODEL_ID} is ready at {plan.url}/v1. It was asked, and answered correctly:", answered)
     needs_key = "VLLM_API_KEY" in plan.settings
     print(f"\nAsk it:\n  {plans.curl(plan.url, answered[0][0].question, needs_key)}")
     print(f"From Python:\n  {plans.openai_client(plan.url, needs_key)}")
     print("End it: ./start-local.sh stop", flush=True)
+
+
+def print_answered(head: str, answered) -> None:
+    print(head)
+    for question, answer in answered:
+        print(f"  {question.label}\n    {answer.text.strip()}")
 
 
 def serve(server: subprocess.Popen, state_file: StateFile, log: Path) -> Exit:
@@ -222,6 +231,9 @@ def status(values: Mapping[str, object]) -> Exit:
         "address": f"http://{HOST}:{state.port}/v1", "answers": "yes" if answers else "no",
         "uptime": duration(time.time() - state.since), "pid": state.main_process.pid, "log": state.log,
     }  # fmt: skip
+    if answers:
+        found = counters.fetch(HOST, state.port) or counters.Counters()
+        rows |= {"progress": counters.progress_row(found), **dict(counters.rows(found))}
     print("\n".join(f"{name + ':':<10}{value}" for name, value in rows.items()))
     return Exit.OK if answers else (Exit.SERVER if state.ready else Exit.STARTING)
 
@@ -232,6 +244,38 @@ def answers_with_model(port: int) -> bool:
         return False
     code, body = canary.request(port, "GET", "/v1/models")
     return code == 401 or (code == 200 and MODEL_ID in [entry["id"] for entry in json.loads(body)["data"]])
+
+
+def reset_cache(values: Mapping[str, object]) -> Exit:
+    state_file = StateFile(values["run_dir"])
+    state = ready_state(state_file)
+    if state is None:
+        return Exit.NOT_RUNNING
+    service.reset_cache(HOST, state.port, state_file.read_token())
+    print("The prefix cache is empty.")
+    return Exit.OK
+
+
+def ask_canary(values: Mapping[str, object]) -> Exit:
+    """The questions of the start once more. No prefix is cached on the CPU, so none is compared."""
+    state = ready_state(StateFile(values["run_dir"]))
+    if state is None:
+        return Exit.NOT_RUNNING
+    questions = canary.questions_for_start(Path(state.canary or values["canary"]))
+    with console.phase("canary"):
+        answered = canary.check_answers(state.port, questions, values["api_key"], consequence=canary.IN_SERVICE)
+    print_answered("It was asked, and answered correctly:", answered)
+    return Exit.OK
+
+
+def ready_state(state_file: StateFile) -> State | None:
+    """Of what runs; None, which is then said, where nothing does."""
+    state = state_file.read_alive()
+    if state is None:
+        print("status:   not running")
+    elif not state.ready:
+        raise LauncherError(f"The start is in phase {state.phase}; wait until it is over.", Exit.STARTING)
+    return state
 
 
 def duration(seconds: float) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.service import TOKEN_NAME
 from launcher.settings import HOST, MODEL_ID, TABLE
 from launcher.vllm_flags import SCHEDULER
 
@@ -40,11 +41,13 @@ class Plan:
         return f"http://{HOST}:{self.port}"
 
 
-def make_plan(values: Mapping[str, object], python: Path, ambient: Mapping[str, str]) -> Plan:
+def make_plan(
+    values: Mapping[str, object], python: Path, ambient: Mapping[str, str], admin_token: str = ""
+) -> Plan:
     inherited, ignored = split_environment(ambient)
     return Plan(
         argv=tuple(serve(values, python)),
-        settings=serve_environment(values),
+        settings={**serve_environment(values), **({TOKEN_NAME: admin_token} if admin_token else {})},
         inherited=inherited,
         ignored=ignored,
         folder=values["run_dir"],
@@ -81,6 +84,8 @@ SERVER_FLAGS = (
     "--max-num-seqs", "8",
     # As on a GPU. The CPU has no pools to keep whole, and answers stay the same.
     "--scheduler-cls", SCHEDULER,
+    # Tells each client how much of its prompt came from the prefix cache.
+    "--enable-prompt-tokens-details",
 )  # fmt: skip
 
 
@@ -100,6 +105,8 @@ def serve_environment(values: Mapping[str, object]) -> dict[str, str]:
         "HF_HOME": str(caches / "huggingface"),
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        # vLLM lets a plugin add routes to the API only where it is named here, which keeps others out.
+        "VLLM_PLUGINS": "exl3",
         # The log is followed line by line.
         "PYTHONUNBUFFERED": "1",
     }
@@ -118,12 +125,13 @@ def split_environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], tuple
 
 
 def secret_names() -> set[str]:
-    return {setting.from_environment for setting in TABLE if setting.secret}
+    return {TOKEN_NAME, *(setting.from_environment for setting in TABLE if setting.secret)}
 
 
 def describe(plan: Plan) -> str:
     """The plan as shell text that can be pasted, secrets left out."""
-    lines = [f"cd {shlex.quote(str(plan.folder))}"]
+    lines = [f"# A start also makes {TOKEN_NAME}, the key to the routes of the plugin."]
+    lines.append(f"cd {shlex.quote(str(plan.folder))}")
     lines += [f"export {name}={REDACTED if name in secret_names() else shlex.quote(value)}"
               for name, value in sorted(plan.settings.items())]  # fmt: skip
     lines.append(" \\\n    ".join(pairs(plan.argv)))

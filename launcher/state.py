@@ -33,6 +33,7 @@ class State:
     launcher: Process
     server: Process | None = None
     ready: bool = False
+    canary: str = ""  # the file of questions that the start asked
 
     @property
     def main_process(self) -> Process:
@@ -51,6 +52,7 @@ class StateFile:
     def __init__(self, folder: Path):
         self.folder = folder
         self.path = folder / "local.json"
+        self.token_path = folder / "local.token"
 
     def write(self, state: State) -> None:
         """Whole or not at all: a reader never sees half a file."""
@@ -74,6 +76,18 @@ class StateFile:
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
+        self.token_path.unlink(missing_ok=True)
+
+    def write_token(self, token: str) -> None:
+        """The token for the server's own routes, for the owner's eyes only."""
+        self.token_path.unlink(missing_ok=True)
+        descriptor = os.open(self.token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(token)
+
+    def read_token(self) -> str:
+        """Empty where there is none; the server then refuses."""
+        return self.token_path.read_text() if self.token_path.exists() else ""
 
     @contextmanager
     def lock(self):

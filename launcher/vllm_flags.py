@@ -115,6 +115,8 @@ FLAGS = (
     Flag("--enable-auto-tool-choice", (), always(True)),
     Flag("--tool-call-parser", (), always("glm47")),
     Flag("--reasoning-parser", (), always("glm47")),
+    # Tells each client, and the canary, how much of its prompt came from the prefix cache.
+    Flag("--enable-prompt-tokens-details", (), always(True)),
 )  # fmt: skip
 
 # Flags that the launcher never passes, or passes to some ranks only, and that a user must not pass either.
@@ -130,12 +132,13 @@ RESERVED = {
     "--attention-backend": "the model's is sparse MLA and the draft's FLASH_ATTN; others do not read their caches",
     "--pipeline-parallel-size": "the model is sliced over the nodes by tensor parallelism",
     "--data-parallel-size": "the nodes serve one copy of the model",
+    "--api-server-count": "answers are watched in one process",
 }
 
 SHORT = {
     "-q": "--quantization", "-tp": "--tensor-parallel-size", "-ep": "--enable-expert-parallel", "-n": "--nnodes",
     "-r": "--node-rank", "-sc": "--speculative-config", "-dcp": "--decode-context-parallel-size",
-    "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+    "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size", "-asc": "--api-server-count",
 }  # fmt: skip
 
 

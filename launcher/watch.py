@@ -1,17 +1,15 @@
-"""Looks at what runs: units on their nodes, Ray's nodes, the server's log and its counters."""
+"""Looks at what runs: units on their nodes, Ray's nodes, the server's log."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import queue
-import re
 import subprocess
 import threading
 import time
 from collections.abc import Container, Sequence
 
-from launcher import canary, remote
+from launcher import remote
 from launcher.cluster_state import ClusterState, StartedUnit
 from launcher.console import say
 from launcher.errors import Exit, LauncherError
@@ -135,35 +133,3 @@ class LogFollower:
     def __exit__(self, *_) -> None:
         self.process.terminate()
         self.process.wait()
-
-
-# Counters
-
-METRIC = re.compile(r"^(vllm:[a-z_]+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
-WRITTEN = "vllm:generation_tokens_total"
-# Tokens of a prompt are counted when all of it is read; until then the cache alone grows, step by step.
-PROGRESS = (WRITTEN, "vllm:prompt_tokens_total", "vllm:kv_cache_usage_perc")
-RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
-DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
-
-
-def read_metrics(text: str) -> dict[str, float]:
-    """vLLM's counters, summed over their labels."""
-    sums: dict[str, float] = {}
-    for name, value in METRIC.findall(text):
-        sums[name] = sums.get(name, 0.0) + float(value)
-    return sums
-
-
-def metrics(host: str, port: int) -> dict[str, float] | None:
-    try:
-        code, body = canary.request(port, "GET", "/metrics", host=host)
-    except (OSError, http.client.HTTPException):
-        return None
-    return read_metrics(body.decode(errors="replace")) if code == 200 else None
-
-
-def is_stuck(before: dict[str, float], after: dict[str, float]) -> bool:
-    """Requests run, and nothing was read or written between two looks."""
-    moved = any(after.get(name, 0) != before.get(name, 0) for name in PROGRESS)
-    return bool(before.get(RUNNING) and after.get(RUNNING)) and not moved

@@ -87,7 +87,11 @@ def test_two_hosts_serve_and_stop_leaves_nothing(pair, executor):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The API listens on port 8888." in done.stdout and "1, 2, 3, 4, 5" in done.stdout
     assert pair.head.run(["curl", "-sf", "http://127.0.0.1:8888/v1/models"]).stdout.count("GLM-5.3-Flash-EXL3")
-    assert pair.launch("status").returncode == 0
+    status = pair.launch("status")
+    assert status.returncode == 0
+    assert "0 of 0 running answers repeat a short cycle, 0 of 2 ended so" in status.stdout
+    assert pair.launch("cache", "reset").returncode == 0
+    assert "The API listens on port 8888." in pair.launch("canary").stdout
     assert pair.worker.processes()
     assert pair.launch("start").returncode == BUSY
     # A restart that its checks refuse leaves the pair as it is.

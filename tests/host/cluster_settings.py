@@ -8,6 +8,7 @@ from launcher.topology import TOPOLOGIES
 
 SECRET = "sk-do-not-show"
 TOKEN = "0123456789abcdef" * 4
+ADMIN = "fedcba9876543210" * 4
 HOMES = ("/home/spark",) * 4
 IMAGE_ID = "sha256:" + "0a1b2c3d" * 8
 

@@ -10,8 +10,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from launcher import config, preflight, topology
+from launcher import cluster_life, cluster_state, config, preflight, service, topology
 from launcher.canary import read_questions
+from launcher.cluster_state import ClusterState
+from launcher.state import this_process
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL_MODEL = ROOT / "models" / "local"
@@ -96,12 +98,24 @@ class Api(BaseHTTPRequestHandler):
     delay_s = 0.0
     counters = ""
     longest = 2048
+    # Of the prefix cache: how often it refuses to be emptied, what the token must be read from, and what is wrong with
+    # answers whose prompt it knows.
+    busy = 0
+    has_route = True
+    env_file: Path
+    warm_text = ""
+    warm_shift = 0.0
+    cached: set[tuple[str, str]] = set()  # noqa: RUF012 - (salt, prompt)
+    resets: list[str] = []  # noqa: RUF012 - the tokens with which it was asked
     asked: list[str] = []  # noqa: RUF012 - what was to be counted, of all tests
 
     def do_GET(self) -> None:
         self.reply(self.counters if self.path == "/metrics" else "{}")
 
     def do_POST(self) -> None:
+        if self.path == service.RESET_PATH:
+            self.reset_cache()
+            return
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         content = body["messages"][-1]["content"]
         if self.path == "/tokenize":
@@ -111,10 +125,39 @@ class Api(BaseHTTPRequestHandler):
         time.sleep(self.delay_s)
         # Of a long prompt the last paragraph is the question.
         text = "!!!!" if self.damaged else self.answers[content.rpartition("\n\n")[2]]
-        self.reply(json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}))
+        self.answer(body, content, text)
 
-    def reply(self, text: str) -> None:
-        self.send_response(200)
+    def answer(self, body: dict, content: str, text: str) -> None:
+        key = (body.get("cache_salt", ""), content)
+        is_warm = body.get("logprobs", False) and key in self.cached
+        self.cached.add(key)
+        text = (self.warm_text or text) if is_warm else text
+        logprob = -0.01 - (self.warm_shift if is_warm else 0)
+        token = {"token": text, "logprob": logprob}
+        choice = {
+            "message": {"content": text}, "finish_reason": "stop",
+            "logprobs": {"content": [{**token, "top_logprobs": [token, {"token": "?", "logprob": -6.0}]}]},
+        }  # fmt: skip
+        usage = {"prompt_tokens": 576, "prompt_tokens_details": {"cached_tokens": 512 if is_warm else 0}}
+        self.reply(json.dumps({"choices": [choice], "usage": usage}))
+
+    def reset_cache(self) -> None:
+        token = self.headers["Authorization"].removeprefix("Bearer ")
+        self.resets.append(token)
+        lines = self.env_file.read_text().splitlines()
+        code = 404 if not self.has_route else 200 if f"{service.TOKEN_NAME}={token}" in lines else 401
+        emptied = self.busy == 0
+        self.api.busy -= not emptied
+        if code == 200 and emptied:
+            self.cached.clear()
+        self.reply(json.dumps({"emptied": emptied}), code)
+
+    @property
+    def api(self) -> type[Api]:
+        return type(self)
+
+    def reply(self, text: str, code: int = 200) -> None:
+        self.send_response(code)
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -145,7 +188,9 @@ class Cluster:
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         self.path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-        self.api = type("StubApi", (Api,), {"answers": expected_answers()})
+        env_file = self.run_dir / "exl3-tp2-rank0" / "environment"
+        own = {"answers": expected_answers(), "env_file": env_file, "cached": set(), "resets": []}
+        self.api = type("StubApi", (Api,), own)
         self.server = ThreadingHTTPServer(("127.0.0.1", port), self.api)
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -158,6 +203,15 @@ class Cluster:
             "MEMORY_GUARD_GIB": "0",  # a real process on each node, of which a few tests are enough
         }  # fmt: skip
         return config.load(topology.TOPOLOGIES["tp2"], None, ".env", settings | changes)
+
+    def pretend_ready(self, config: config.Config) -> cluster_state.Files:
+        """As a start leaves it, but for the containers: what asks no node can be asked."""
+        self.api.env_file.parent.mkdir(parents=True)
+        self.api.env_file.write_text(f"{service.TOKEN_NAME}={'f00d' * 16}\n")
+        files = cluster_life.files_of(config)
+        url, env_file = f"http://127.0.0.1:{self.port}", str(self.api.env_file)
+        files.write_state(ClusterState("ready", this_process(), url, ready=True, env_file=env_file))
+        return files
 
     def joined(self, *addresses: str) -> None:
         (self.books / "nodes").write_text(json.dumps(addresses))

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cluster_settings import HOMES, IMAGE_ID, SECRET, TOKEN, fabrics, settings
+from cluster_settings import ADMIN, HOMES, IMAGE_ID, SECRET, TOKEN, fabrics, settings
 
 from launcher import cluster_plan as plans
 from launcher.commands import NODE_ENVIRONMENT
@@ -28,7 +28,9 @@ def plan_of(config, is_found=True):
     count = config.topology.nodes
     if not is_found:
         return plans.make(config)
-    return plans.make(config, fabrics(count), homes=HOMES[:count], image_id=IMAGE_ID, ray_token=TOKEN)
+    return plans.make(
+        config, fabrics(count), homes=HOMES[:count], image_id=IMAGE_ID, ray_token=TOKEN, admin_token=ADMIN
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -53,9 +55,9 @@ def test_no_secret_is_printed_or_an_argument(executor, is_found):
     plan = plan_of(settings(VLLM_API_KEY=SECRET, EXECUTOR=executor), is_found)
     arguments = [word for rank in plan.ranks for unit in rank.units for word in
                  (*unit.start, *unit.state, *unit.logs, *unit.follow, *sum(unit.stop, ()))]  # fmt: skip
-    assert not [word for word in (*arguments, *plan.ray_nodes) if SECRET in word or TOKEN in word]
+    assert not [word for word in (*arguments, *plan.ray_nodes) if SECRET in word or TOKEN in word or ADMIN in word]
     text = plans.describe(plan)
-    assert SECRET not in text and TOKEN not in text
+    assert SECRET not in text and TOKEN not in text and ADMIN not in text
     assert "VLLM_API_KEY=<set, not shown>" in text
 
 
@@ -67,8 +69,10 @@ def test_the_plan_says_what_a_token_costs(geometry, bytes_):
 
 def test_secrets_are_in_private_files_only():
     plan = plan_of(settings(VLLM_API_KEY=SECRET))
-    holders = [file for rank in plan.ranks for file in rank.files if SECRET.encode() in file.content]
-    assert [file.path for file in holders] == ["/srv/run/exl3-tp2-rank0/environment"]
+    for of_rank_0 in (SECRET, ADMIN):
+        holders = [file for rank in plan.ranks for file in rank.files if of_rank_0.encode() in file.content]
+        assert [file.path for file in holders] == ["/srv/run/exl3-tp2-rank0/environment"]
+    assert plan.ranks[0].env_file == "/srv/run/exl3-tp2-rank0/environment"
     assert {file.mode for rank in plan.ranks for file in rank.files if TOKEN.encode() in file.content} == {0o600}
 
 

@@ -5,7 +5,7 @@ import shlex
 import tempfile
 
 import pytest
-from cluster_settings import IMAGE_ID, SECRET, TOKEN, fabrics, settings
+from cluster_settings import ADMIN, IMAGE_ID, SECRET, TOKEN, fabrics, settings
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,6 +65,13 @@ def test_names_that_a_worker_must_do_without_are_kept_from_ray():
     kept = set(json.loads(commands.not_carried_file()))
     assert set(head) - set(worker) <= kept
     assert {"NCCL_IB_GID_INDEX", "VLLM_API_KEY"} <= set(head) - set(worker)
+
+
+def test_key_of_the_plugins_routes_is_given_to_rank_0_only():
+    found = Found(admin_token=ADMIN)
+    given = [commands.rank_environment(settings(), None, rank, found) for rank in (0, 1)]
+    assert [one.get("EXL3_ADMIN_TOKEN") for one in given] == [ADMIN, None]
+    assert [one["VLLM_PLUGINS"] for one in given] == ["exl3", "exl3"]
 
 
 def test_key_is_given_to_rank_0_only():
@@ -341,6 +348,7 @@ def test_defaults_are_allowed(topology):
         ({"EXTRA_ARGS": "--speculative-config.method mtp"}, "set SPEC_METHOD or SPEC_TOKENS"),
         ({"EXTRA_ARGS": "--max-num-s 9"}, "it abbreviates --max-num-seqs"),
         ({"EXTRA_ARGS": "--api-key x"}, "set VLLM_API_KEY"),
+        ({"EXTRA_ARGS": "-asc 2"}, r"EXTRA_ARGS has -asc \(--api-server-count\): answers are watched in one process"),
         ({"EXTRA_ARGS": "--config /x.yaml"}, "write the flags into EXTRA_ARGS"),
         ({"EXTRA_ARGS": f"--seed {SECRET}", "VLLM_API_KEY": SECRET}, "EXTRA_ARGS holds the value of VLLM_API_KEY"),
     ],

@@ -102,10 +102,11 @@ def test_the_list_of_the_model_has_what_a_start_asks():
     assert [question.kind for question in questions].count("fact") >= 3
     assert len({question.question for question in questions}) == len(questions)
     asked = canary.questions_for_start(path)
-    assert [question.kind for question in asked] == ["fact", "count", "long", "long"]
+    assert [question.kind for question in asked] == ["fact", "count", "long", "long", "cached"]
     assert [question.tokens for question in asked if question.kind == "long"] == [65, 14_000]
     for question in asked:
-        assert question.kind != "long" or (question.limit_s and question.must_contain[0] in question.needle)
+        assert question.kind != "long" or question.limit_s
+        assert question.kind not in ("long", "cached") or question.must_contain[0] in question.needle
         assert not any(canary.contains(question.question, part) for part in question.must_contain)
 
 

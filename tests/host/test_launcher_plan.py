@@ -32,6 +32,7 @@ def test_server_command_is_as_reviewed(values):
         "--no-enable-prefix-caching",
         "--max-num-seqs", "8",
         "--scheduler-cls", "vllm_exl3.guards.chunk_ends.scheduler",
+        "--enable-prompt-tokens-details",
     )  # fmt: skip
 
 
@@ -47,13 +48,13 @@ def test_memory_and_threads_go_by_environment(values):
 
 
 def test_ambient_values_of_names_of_others_do_not_reach_the_server(values):
-    ambient = {"HF_HOME": "/elsewhere", "VLLM_PLUGINS": "", "OMP_NUM_THREADS": "64", "PYTHONPATH": "/x",
+    ambient = {"HF_HOME": "/elsewhere", "VLLM_USE_V1": "", "OMP_NUM_THREADS": "64", "PYTHONPATH": "/x",
                "NCCL_DEBUG": "INFO", "PATH": "/bin", "https_proxy": "http://proxy"}  # fmt: skip
     plan = plan_of(values, ambient)
-    assert plan.ignored == ("HF_HOME", "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONPATH", "VLLM_PLUGINS")
+    assert plan.ignored == ("HF_HOME", "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONPATH", "VLLM_USE_V1")
     assert plan.environment["HF_HOME"] == str(values["run_dir"] / "cache/huggingface")
     assert plan.environment["OMP_NUM_THREADS"] == "1"
-    assert not {"VLLM_PLUGINS", "PYTHONPATH", "NCCL_DEBUG"} & set(plan.environment)
+    assert not {"VLLM_USE_V1", "PYTHONPATH", "NCCL_DEBUG"} & set(plan.environment)
     assert plan.environment["PATH"] == "/bin" and plan.environment["https_proxy"] == "http://proxy"
 
 

@@ -4,15 +4,18 @@ import contextlib
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 from recorded import context
 from stub_cluster import INSIDE
 
-from launcher import canary, clocks, cluster, cluster_life, config, preflight, topology
+from launcher import canary, clocks, cluster, cluster_life, cluster_service, config, preflight, service, topology
+from launcher.counters import Counters, rows
 from launcher.errors import LauncherError
 from launcher.settings import REPOSITORY
 
+CACHE_ON = 'vllm:cache_config_info{block_size="256",enable_prefix_caching="True"} 1.0\n'
 TP2 = topology.TOPOLOGIES["tp2"]
 ROWS = re.findall(r"^\| `([^`]+)` \|", (REPOSITORY / "docs/troubleshooting.md").read_text(), re.MULTILINE)
 
@@ -129,6 +132,36 @@ def status_without_settings(stub, monkeypatch, tmp_path):
     return said_by(cluster.main, ["start.sh", "tp2", "status"], {"RUN_DIR": str(stub.run_dir)})
 
 
+def in_service(command, **changes):
+    """What is said of a cluster whose API has these faults."""
+
+    def produce(stub, monkeypatch, tmp_path):
+        config = stub.config()
+        stub.pretend_ready(config)
+        monkeypatch.setattr(service, "WAIT_S", 0)
+        for name, value in changes.items():
+            setattr(stub.api, name, value)
+        return said_by(command, config)
+
+    return produce
+
+
+def cached_question(**changes):
+    question = canary.Question("Which port does the API use?", ("8888",), canary.CACHED, needle="It is 8888.")
+    ask = in_service(cluster_service.ask, longest=262_144, **changes)
+
+    def produce(stub, monkeypatch, tmp_path):
+        monkeypatch.setattr(cluster_service, "questions_of", lambda config: [question])
+        return ask(stub, monkeypatch, tmp_path)
+
+    return produce
+
+
+def answers_in_a_loop(stub, monkeypatch, tmp_path):
+    counters = "exl3:answers_running 2.0\nexl3:answers_repeating 1.0\n"
+    return "\n".join(dict(rows(Counters(counters))).values())
+
+
 def three_nodes(stub, monkeypatch, tmp_path):
     values = {"HEAD_IP": "10.0.0.1", "WORKER_IP": "10.0.0.2", "WORKER2_IP": "10.0.0.3"}
     return said_by(cluster_life.start, config.load(topology.TOPOLOGIES["tp3"], None, ".env.tp3", values))
@@ -160,6 +193,13 @@ PRODUCERS = {
     "tokens is left out": long_question_with_little_context,
     "its container sees no GPU": lost_gpu,
     "the settings cannot be used": status_without_settings,
+    "running answers repeat a short cycle": answers_in_a_loop,
+    "what is cached is damaged": cached_question(counters=CACHE_ON, warm_text="18888"),
+    "so trust none of its answers": in_service(cluster_service.ask, damaged=True),
+    "no cached prefix was compared": cached_question(counters=""),
+    "nothing was emptied": in_service(cluster_service.reset_cache, busy=10**6),
+    "the server has no route for it": in_service(cluster_service.reset_cache, has_route=False),
+    "refused the token": in_service(cluster_service.reset_cache, env_file=Path("/dev/null")),
     "cannot start yet": three_nodes,
 }
 

@@ -13,7 +13,7 @@ import pytest
 from launching import MODEL, START_TIMEOUT_S, Launch
 from openai import AuthenticationError, OpenAI
 
-from launcher import checkpoint
+from launcher import canary, checkpoint, service
 from launcher.errors import Exit
 from launcher.settings import MODEL_ID
 
@@ -95,6 +95,9 @@ def test_two_processes_serve_with_a_key_until_ctrl_c(launch):
     assert [model.id for model in OpenAI(base_url=url, api_key=KEY).models.list()] == [MODEL_ID]
     with pytest.raises(AuthenticationError):
         OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()
+    assert [one.run("canary").returncode, one.run("canary", VLLM_API_KEY=KEY).returncode] == [Exit.SERVER, Exit.OK]
+    assert canary.request(one.port, "POST", service.RESET_PATH, headers=canary.headers_with(KEY))[0] == 401
+    assert one.run("cache", "reset").returncode == Exit.OK
     assert not any(KEY in path.read_text(errors="replace") for path in one.run_dir.glob("local*") if path.is_file())
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)

@@ -1,0 +1,55 @@
+"""What the owner of a running server needs beside vLLM's API, as one of vLLM's endpoint plugins: a route that empties
+the prefix cache, and counts of answers that run into loops (on /metrics).
+
+vLLM has such a route in its developer mode only, together with others that run arbitrary methods in the workers. vLLM
+loads an endpoint plugin only where VLLM_PLUGINS names it.
+"""
+
+import hashlib
+import os
+import secrets
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from prometheus_client import REGISTRY
+
+from vllm_exl3.answers import Answers, AnswerWatch
+
+# Outside of /v1: there a client's API key opens, and emptying the cache is not for clients.
+RESET_PATH = "/exl3/cache/reset"
+# Made by the launcher for each start. Without it the route does not exist.
+TOKEN_NAME = "EXL3_ADMIN_TOKEN"
+
+
+class Service:
+    """See vllm/plugins/endpoint_plugins/interface.py for who calls what."""
+
+    name = "exl3"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self.engine_client = None
+        self.token = os.environ.get(TOKEN_NAME, "")
+
+    def attach_router(self, app: FastAPI) -> None:
+        answers = Answers()
+        REGISTRY.register(answers)
+        app.add_middleware(AnswerWatch, answers=answers)
+        if self.token:
+            app.add_api_route(RESET_PATH, self.reset_cache, methods=["POST"], include_in_schema=False)
+
+    async def init_state(self, engine_client, state, args) -> None:
+        self.engine_client = engine_client
+
+    async def reset_cache(self, request: Request) -> JSONResponse:
+        """{"emptied": whether}: not while an answer holds a part of the cache; the caller may try again."""
+        if not is_bearer(request.headers.get("Authorization", ""), self.token):
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        return JSONResponse({"emptied": bool(await self.engine_client.reset_prefix_cache())})
+
+
+def is_bearer(header: str, token: str) -> bool:
+    """Whether the header carries the token; takes as long whatever it carries."""
+    scheme, _, given = header.partition(" ")
+    digests = (hashlib.sha256(text.encode()).digest() for text in (given, token))
+    return scheme.lower() == "bearer" and secrets.compare_digest(*digests)

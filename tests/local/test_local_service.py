@@ -1,0 +1,113 @@
+"""The running server's counters, its loops, its cache and its canary, as its owner meets them."""
+
+import json
+
+import pytest
+from launching import Launch
+
+from launcher import canary, counters, service
+from launcher.errors import Exit
+from launcher.settings import HOST, MODEL_ID
+from launcher.state import StateFile
+
+# vLLM's developer mode has these; the plugin's route must not have brought them along.
+DEVELOPER_ROUTES = ("/reset_prefix_cache", "/reset_mm_cache", "/collective_rpc", "/sleep", "/wake_up", "/server_info")
+WORD = " environment"
+LOOP_TOKENS = 90
+
+
+def post(server: Launch, path: str, body: dict | None = None, token: str = "") -> tuple[int, bytes]:
+    return canary.request(server.port, "POST", path, json.dumps(body or {}), canary.headers_with(token), 60)
+
+
+def counted(server: Launch) -> counters.Counters:
+    return counters.fetch(HOST, server.port)
+
+
+def token_of(server: Launch) -> str:
+    return StateFile(server.run_dir).read_token()
+
+
+def rows_of(text: str) -> dict[str, str]:
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+
+
+def looping_answer(client, server: Launch):
+    """A stream that says one word for ever."""
+    _, said = post(server, "/tokenize", {"model": MODEL_ID, "prompt": WORD, "add_special_tokens": False})
+    (token,) = json.loads(said)["tokens"]
+    return client.chat.completions.create(
+        model=MODEL_ID, messages=[{"role": "user", "content": "What is EXL3?"}], temperature=0,
+        max_tokens=LOOP_TOKENS, stream=True, logit_bias={str(token): 100},
+    )  # fmt: skip
+
+
+def test_a_looping_answer_is_seen_while_it_runs_and_holds_the_cache(client, server):
+    before, during = counted(server), []
+    stream = looping_answer(client, server)
+    for number, _ in enumerate(stream):
+        if number == 5:
+            during.append(counted(server))
+            assert not service.is_emptied(HOST, server.port, token_of(server))
+        if number == LOOP_TOKENS - 5:
+            during.append(counted(server))
+    after = counted(server)
+    assert [(one[counters.ANSWERING], one[counters.REPEATING]) for one in during] == [(1, 0), (1, 1)]
+    assert (after[counters.ANSWERING], after[counters.REPEATING]) == (0, 0)
+    for name in (counters.ANSWERED, counters.REPEATED):
+        assert after[name] == before[name] + 1
+    assert after[counters.UNREAD] == 0
+    assert "environment environment" not in (server.run_dir / "local.log").read_text()
+
+
+def test_every_form_of_the_api_is_read(client, server):
+    question = {"model": MODEL_ID, "max_tokens": 12, "temperature": 0}
+    asked = [{"role": "user", "content": "What is EXL3?"}]
+    before = counted(server)
+    for path, body in {
+        "/v1/completions": {**question, "prompt": "What is EXL3?"},
+        "/v1/chat/completions": {**question, "messages": asked},
+        "/v1/responses": {"model": MODEL_ID, "max_output_tokens": 12, "input": "What is EXL3?"},
+        "/v1/messages": {**question, "messages": asked},
+    }.items():
+        for is_stream in (False, True):
+            ended = counted(server)[counters.ANSWERED]
+            status, said = post(server, path, {**body, "stream": is_stream})
+            assert status == 200, (path, said)
+            assert counted(server)[counters.ANSWERED] == ended + 1, (path, is_stream)
+    assert counted(server)[counters.UNREAD] == before[counters.UNREAD] == 0
+
+
+def test_status_tells_the_counters(server):
+    rows = rows_of(server.run("status").stdout)
+    assert rows["progress"].startswith("0 running, 0 waiting, ") and rows["progress"].endswith("for lack of cache")
+    assert not rows["progress"].startswith("0 running, 0 waiting, 0 tokens")
+    assert (rows["cache"], rows["drafts"]) == ("off", "none")  # vLLM's CPU build has neither for this model
+    assert rows["loops"].startswith("0 of 0 running answers repeat a short cycle, ")
+
+
+def test_cache_reset_reaches_the_engine_and_opens_nothing_else(server):
+    log = server.run_dir / "local.log"
+    before = log.read_text().count("Successfully reset prefix cache")
+    reset = server.run("cache", "reset")
+    assert (reset.returncode, reset.stdout) == (Exit.OK, "The prefix cache is empty.\n"), reset.stderr
+    assert log.read_text().count("Successfully reset prefix cache") == before + 1
+    assert token_of(server) and token_of(server) not in reset.stdout + reset.stderr + log.read_text()
+    assert [post(server, path)[0] for path in DEVELOPER_ROUTES] == [404] * len(DEVELOPER_ROUTES)
+
+
+@pytest.mark.parametrize("token", ["", "none", "EXL3_ADMIN_TOKEN"])
+def test_the_route_is_closed_without_the_token(server, token):
+    assert post(server, service.RESET_PATH, token=token)[0] == 401
+    assert canary.request(server.port, "GET", "/openapi.json")[1].count(b"exl3/") == 0
+
+
+def test_canary_asks_what_runs(server):
+    asked = server.run("canary")
+    assert asked.returncode == Exit.OK, asked.stderr
+    assert "It was asked, and answered correctly:\n  Which port does the API use?\n" in asked.stdout
+
+
+def test_nothing_is_asked_where_nothing_runs(launch):
+    one = launch()
+    assert [one.run(*words).returncode for words in (("canary",), ("cache", "reset"))] == [Exit.NOT_RUNNING] * 2
