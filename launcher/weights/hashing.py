@@ -17,7 +17,7 @@ from pathlib import Path
 BUFFER_BYTES = 4 << 20
 # Pages behind the reader are dropped in pieces of this size: memory stays bounded and calls are few.
 DROP_BYTES = 64 << 20
-REPORT_S = 0.5
+REPORT_S = 0.25
 
 
 class ChangedWhileRead(OSError):

@@ -142,7 +142,8 @@ def write(folder: str | os.PathLike, verified: Verified) -> None:
             Exit.SETUP,
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        if partial.is_file():
+            partial.unlink()
 
 
 def remove(folder: str | os.PathLike) -> None:

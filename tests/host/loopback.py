@@ -1,0 +1,114 @@
+"""Another node on this machine: a real sshd on loopback with a home folder of its own, behind a link that counts."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+PACKAGES = ("openssh-server", "openssh-client", "rsync", "util-linux")
+PROGRAMS = ("/usr/sbin/sshd", "ssh", "ssh-keygen", "rsync", "flock", "setpriv", "fincore")
+BUFFER_BYTES = 16 << 10
+
+
+def unavailable() -> str:
+    missing = [program for program in PROGRAMS if not shutil.which(program)]
+    return f"missing {', '.join(missing)}: apt-get install {' '.join(PACKAGES)}" if missing else ""
+
+
+class Link:
+    """Forwards a port to sshd and counts what goes there; `bytes_per_s` slows it, None does not."""
+
+    def __init__(self, target: int) -> None:
+        self.target, self.sent, self.bytes_per_s = target, 0, None
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self) -> None:
+        while True:
+            try:
+                near, _ = self.listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self.target))
+            # Small buffers, so that little is on its way when a side is killed.
+            for one in (near, far):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            threading.Thread(target=self.forward, args=(near, far, True), daemon=True).start()
+            threading.Thread(target=self.forward, args=(far, near, False), daemon=True).start()
+
+    def forward(self, source: socket.socket, target: socket.socket, counted: bool) -> None:
+        try:
+            while block := source.recv(BUFFER_BYTES):
+                target.sendall(block)
+                if counted:
+                    self.sent += len(block)
+                    if self.bytes_per_s:
+                        time.sleep(len(block) / self.bytes_per_s)
+        except OSError:
+            pass
+        for one in (source, target):
+            try:
+                one.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+class Loopback:
+    """`head` and `worker` are the two home folders; `environment` makes this process, or another, the head."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.head, self.worker = folder, folder / "head", folder / "worker"
+        for home in (self.head, self.worker, folder / "bin"):
+            home.mkdir()
+        for name in ("host_key", "key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+        (folder / "authorized").write_text((folder / "key.pub").read_text())
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.sshd = self.start_sshd(port)
+        self.link = Link(port)
+        self.make_ssh()
+        self.environment = {"HOME": str(self.head), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        self.settings = {
+            "HEAD_IP": "10.0.0.1", "WORKER_IP": "10.0.0.2", "SSH_USER": getpass.getuser(),
+            "SSH_KEY": str(folder / "key"), "MODEL_DIR": "~/model", "SPEC_METHOD": "none",
+            "RUN_DIR": str(folder / "run"),
+        }  # fmt: skip
+
+    def start_sshd(self, port: int) -> subprocess.Popen:
+        (self.folder / "sshd_config").write_text(
+            f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {self.folder}/host_key\nPidFile none\nUsePAM no\n"
+            f"AuthorizedKeysFile {self.folder}/authorized\nStrictModes no\nPasswordAuthentication no\n"
+            f"SetEnv HOME={self.worker}\n"
+        )
+        log = self.folder / "sshd.log"
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(exist_ok=True)
+        return subprocess.Popen(
+            ["/usr/sbin/sshd", "-D", "-f", str(self.folder / "sshd_config"), "-E", str(log)], start_new_session=True
+        )
+
+    def make_ssh(self) -> None:
+        """ssh itself, led to the link and kept from the user's own files."""
+        wrapper = self.folder / "bin" / "ssh"
+        wrapper.write_text(
+            f"#!/bin/sh\nexec {shutil.which('ssh')} -F none -o HostName=127.0.0.1 -o Port={self.link.port} "
+            f'-o UserKnownHostsFile=/dev/null -o StrictHostKeyChecking=no "$@"\n'
+        )
+        wrapper.chmod(0o755)
+
+    def close(self) -> None:
+        self.link.close()
+        self.sshd.terminate()
+        self.sshd.wait()
