@@ -1,4 +1,4 @@
-"""Command line of the Spark topologies: python -m launcher cluster SCRIPT TOPOLOGY COMMAND."""
+"""Command line of the Spark topologies: python -m launcher cluster SCRIPT TOPOLOGY|weights COMMAND."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
+    if arguments[1] == "weights":
+        # Needs huggingface_hub, which takes half a second that the other commands do without.
+        from launcher.weights import command
+
+        return command.main([arguments[0], *arguments[2:]], ambient)
     script, topology = f"./{arguments[0]}", TOPOLOGIES[arguments[1]]
     console.set_program(script)
     words = arguments[2:] or ["start"]

@@ -7,6 +7,7 @@ from enum import Enum
 
 from launcher import kinds
 from launcher.kinds import Kind
+from launcher.weights.packs import of_kind
 
 
 class Goes(Enum):
@@ -178,6 +179,10 @@ RUN = (
 MODEL = (
     Row("MODEL_DIR", kinds.NODE_PATH, "~/models/GLM-5.3-Flash-EXL3-TR3-4bpw", Goes.SERVER, Group.MODEL,
         "Folder of the checkpoint, the same on every node; ~ is the home folder there.", flag="--model"),
+    Row("WEIGHTS_SOURCE", kinds.CHOICE, None, Goes.LAUNCHER, Group.MODEL,
+        "Which checkpoint `./download.sh` puts into MODEL_DIR.",
+        choices=tuple(pack.id for pack in of_kind("model")),
+        empty="the first, or what MODEL_DIR or the Hub's cache has of these already"),
     Row("SPEC_METHOD", kinds.CHOICE, "dflash", Goes.SERVER, Group.MODEL,
         "Who drafts tokens: dflash (the DFlash2 model), mtp (the layer in the checkpoint) or none.",
         flag="--speculative-config", choices=("none", "mtp", "dflash")),

@@ -70,3 +70,13 @@ def cluster_stub(tmp_path, unused_port, monkeypatch):
     with contextlib.redirect_stdout(io.StringIO()):
         cluster_life.stop(made.config())
     made.close()
+
+
+@pytest.fixture
+def hub_machine(tmp_path, monkeypatch):
+    """A small Hub, and a machine that fetches from it."""
+    from hub_machine import Machine
+
+    made = Machine(tmp_path, monkeypatch)
+    yield made
+    made.hub.close()
