@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +18,24 @@ from launcher import console, remote
 from launcher.errors import Exit, LauncherError
 from launcher.remote import Node
 from launcher.weights import hashing, record
+from launcher.weights.agent import (
+    HASHING,
+    PROGRESS,
+    Agent,
+    Seen,
+    Step,
+    label,
+    pieces,
+    rsync,
+    spoken,
+    start,
+    start_here,
+)
 from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
 
-WORKER = Path(__file__).with_name("worker.py")
-HASHING = Path(hashing.__file__)
 TICK_S = 0.25
 # Smaller checkpoints are hashed whenever they are looked at, and need no record: that takes no longer than a look.
 SMALL_BYTES = 256 << 20
-GIB = 1 << 30
-PROGRESS = re.compile(rb"\s*(\d+)\s+\d+%")
-NO_SPACE = 11
 
 
 @dataclass(frozen=True)
@@ -38,38 +45,6 @@ class Source:
     setting: str  # MODEL_DIR or DRAFT_DIR
     folder: Path
     manifest: Manifest
-
-    @property
-    def paths(self) -> list[Path]:
-        return [self.folder / entry.name for entry in self.manifest.files]
-
-
-@dataclass
-class Step:
-    """What happens on one node, for the line of progress."""
-
-    doing: str = "looking"
-    done: int = 0
-    total: int = 0
-    began: float = field(default_factory=time.monotonic)
-
-    def enter(self, doing: str, total: int = 0) -> None:
-        self.doing, self.done, self.total, self.began = doing, 0, total, time.monotonic()
-
-    def __str__(self) -> str:
-        if not self.total:
-            return self.doing
-        rate = self.done / max(time.monotonic() - self.began, 0.001)
-        left = f", {spoken_time((self.total - self.done) / rate)} left" if self.done else ""
-        return f"{self.doing} {spoken(self.done)} of {spoken(self.total)}, {spoken(rate)}/s{left}"
-
-
-def spoken(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB / 10 else f"{size_bytes / (1 << 20):.1f} MiB"
-
-
-def spoken_time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 @dataclass(frozen=True)
@@ -98,13 +73,13 @@ def source_of(setting: str, folder: Path) -> Source:
     if changed:
         raise LauncherError(
             f"{setting} {folder}: {len(changed)} of {len(verified.stats)} files are not as they were when they were "
-            f"verified, first {changed[0]} ({seen_of(folder / changed[0])}); `./download.sh verify` checks them and "
+            f"verified, first {changed[0]} ({looks_of(folder / changed[0])}); `./download.sh verify` checks them and "
             f"`./download.sh` gets bad ones again."
         )
     return Source(setting, folder, verified.manifest)
 
 
-def seen_of(path: Path) -> str:
+def looks_of(path: Path) -> str:
     """What is wrong with a file, for people."""
     try:
         return f"{path.stat().st_size} bytes, written {time.strftime('%F %T', time.localtime(path.stat().st_mtime))}"
@@ -121,7 +96,7 @@ def manifest_of_small(setting: str, folder: Path) -> Manifest:
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_dir())
     for path in paths:
         if not path.is_file():
-            raise LauncherError(f"{setting} {path}: {seen_of(path)}; remove it, or get the weights again.")
+            raise LauncherError(f"{setting} {path}: {looks_of(path)}; remove it, or get the weights again.")
     if not paths or sum(path.stat().st_size for path in paths) > SMALL_BYTES:
         raise LauncherError(f"{setting} {folder}: nobody has verified it; run `./download.sh verify`, then this again.")
     digests = hashing.hash_files(paths, hashing.usual_workers())
@@ -129,60 +104,7 @@ def manifest_of_small(setting: str, folder: Path) -> Manifest:
     return Manifest(folder.name, "as it is here", entries)
 
 
-# Another node
-
-
-class Agent:
-    """worker.py on a node, for as long as the block lasts. Its lock there ends with it."""
-
-    def __init__(self, node: Node, folder: str) -> None:
-        self.node = node
-        argv = ["python3", "-c", WORKER.read_text()]
-        self.process = start(node, argv, stdin=subprocess.PIPE)
-        self.send({"folder": folder, "record": record.NAME})
-
-    def __enter__(self) -> Agent:
-        return self
-
-    def __exit__(self, *_) -> None:
-        remote.kill(self.process)
-
-    def send(self, request: Mapping) -> None:
-        try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
-        except OSError:
-            raise self.lost() from None
-
-    def ask(self, what: str, **fields) -> dict:
-        self.send({"do": what, **fields})
-        for line in self.process.stdout:
-            if line.startswith(b"{"):  # some login shells greet first
-                reply = json.loads(line)
-                if "refused" in reply:
-                    raise LauncherError(f"{label(self.node)}: {reply['refused']}.", Exit.SETUP)
-                return reply
-        raise self.lost()
-
-    def lost(self) -> LauncherError:
-        self.process.wait()
-        said = remote.Result(self.process.returncode, b"", self.process.stderr.read()).message
-        return LauncherError(
-            f"{label(self.node)}: the connection ended ({said}); see that `ssh {self.node.login} python3 --version` "
-            f"answers, then run this again: what has arrived is kept.",
-            Exit.SETUP,
-        )
-
-
-def label(node: Node) -> str:
-    return f"node {node.rank} ({node.address})"
-
-
-def start(node: Node, argv: Sequence[str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen:
-    return subprocess.Popen(
-        remote.command_for(node, argv), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
+# One node
 
 
 @dataclass
@@ -198,8 +120,15 @@ class Job:
     running: list[subprocess.Popen] = field(default_factory=list)
 
     @property
+    def manifest(self) -> Manifest:
+        return self.source.manifest
+
+    @property
     def wanted(self) -> dict[str, FileEntry]:
-        return self.source.manifest.by_name()
+        return self.manifest.by_name()
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        return sum(self.wanted[name].bytes for name in names)
 
     def started(self, process: subprocess.Popen) -> None:
         self.running.append(process)
@@ -216,117 +145,114 @@ class Job:
     def run(self) -> Outcome:
         with Agent(self.node, self.target) as agent:
             self.started(agent.process)
-            seen = agent.ask("look", names=list(self.wanted))
-            old = read_record(seen["record"])
-            good = {} if self.full else still_good(self.source.manifest, old, seen["stats"])
-            if len(good) == len(self.wanted) and old.manifest == self.source.manifest:
-                return self.outcome("was there and verified already", seen)
-            return self.bring(agent, seen, old, good)
+            seen = agent.look(self.wanted)
+            if word := self.is_done(seen):
+                return self.outcome(word, seen)
+            nonce = f"nonce-{secrets.token_hex(8)}"
+            work = agent.ask("open", nonce=nonce)["work"]
+            if (self.source.folder / Path(work).name / nonce).exists():
+                agent.ask("close")
+                return self.shared(seen)
+            return self.bring(agent, work)
 
-    def outcome(self, word: str, seen: Mapping) -> Outcome:
-        others = [name for name in seen["others"] if name != "canary.json"]
-        notes = [f"{seen['folder']}/{name} is not one of the weights; it was left alone" for name in others]
-        return Outcome(self.node, self.source, word, tuple(notes))
+    def is_done(self, seen: Seen) -> str:
+        """What there is to say when nothing is to be written, so that the folder may be read-only; else nothing."""
+        if seen.old is None or seen.old.manifest != self.manifest:
+            return ""
+        if len(seen.still_good(self.manifest)) < len(self.wanted):
+            return ""
+        if not self.full:
+            return "was there and verified already"
+        good, _ = self.hash_there(seen.folder, list(self.wanted))
+        return "was hashed again and is right" if good == seen.old.stats else ""
 
-    def bring(self, agent: Agent, seen: Mapping, old: Verified | None, good: dict[str, FileStat]) -> Outcome:
-        same_size = [name for name, entry in self.wanted.items()
-                     if name not in good and (seen["stats"][name] or [None])[0] == entry.bytes]  # fmt: skip
-        if self.full and old and len(same_size) == len(self.wanted) and old.manifest == self.source.manifest:
-            found, bad = self.hash_there(seen["folder"], same_size)
-            if not bad and found == old.stats:  # nothing is to be written, so the folder may be read-only
-                return self.outcome("was hashed again and is right", seen)
-        nonce = f"nonce-{secrets.token_hex(8)}"
-        room = agent.ask("open", nonce=nonce)
-        if (self.source.folder / ".exl3-sync" / nonce).exists():
-            agent.ask("close")
-            return self.shared(seen)
-        found, bad = self.hash_there(seen["folder"], same_size)
+    def bring(self, agent: Agent, work: str) -> Outcome:
+        seen = agent.look(self.wanted)  # again: another sync may have come before
+        good = {} if self.full else seen.still_good(self.manifest)
+        unknown = [name for name in seen.of_right_size(self.manifest.files) if name not in good]
+        found, bad = self.hash_there(seen.folder, unknown)
         good |= found
         missing = [name for name in self.wanted if name not in good]
         if missing:
-            self.refuse_missing_programs(seen)
-            self.refuse_full_disk(missing, room, seen)
+            self.refuse_what_is_in_the_way(missing, seen, agent.ask("room"))
             agent.ask("forget")
-            good |= self.copy_and_hash(missing, seen["folder"], room["work"])
-        stale = sorted(set(old.stats if old else ()) - set(self.wanted))
+            good |= self.copy_and_hash(agent, missing, seen.folder, work)
+        stale = sorted(set(seen.old.stats if seen.old else ()) - set(self.wanted))
         agent.ask("remove", names=stale)
-        agent.ask("keep", text=Verified(self.source.manifest, good).to_bytes().decode())
+        agent.ask("keep", text=Verified(self.manifest, good).to_bytes().decode())
         agent.ask("close")
-        return self.told(seen, old, bad, missing, stale)
+        return self.told(seen, bad, missing, stale)
 
-    def told(self, seen: Mapping, old: Verified | None, bad: Sequence[str], missing: Sequence[str],
-             stale: Sequence[str]) -> Outcome:  # fmt: skip
-        copied = sum(self.wanted[name].bytes for name in missing)
-        word = f"{len(missing)} of {len(self.wanted)} files copied ({spoken(copied)}), all hashed there and right"
-        outcome = self.outcome(word, {**seen, "others": set(seen["others"]) - set(stale)})
-        notes = [f"{seen['folder']}/{name} was another one than its size said, and was replaced" for name in bad]
-        if old and old.manifest.revision != self.source.manifest.revision:
-            notes.append(f"revision {old.manifest.revision} was there, {self.source.manifest.revision} is now")
-        notes += [f"{seen['folder']}/{name} belonged to what was there before, and was removed" for name in stale]
-        return Outcome(self.node, self.source, word, (*notes, *outcome.notes))
+    # Telling
 
-    def shared(self, seen: Mapping) -> Outcome:
+    def outcome(self, word: str, seen: Seen, notes: Sequence[str] = ()) -> Outcome:
+        known = set(seen.old.stats if seen.old else ())
+        foreign = [f"{seen.folder}/{name} is not one of the weights; it was left alone"
+                   for name in seen.others if name not in known]  # fmt: skip
+        return Outcome(self.node, self.source, word, (*notes, *foreign))
+
+    def told(self, seen: Seen, bad: Sequence[str], missing: Sequence[str], stale: Sequence[str]) -> Outcome:
+        copied = f"{len(missing)} of {len(self.wanted)} files copied ({spoken(self.bytes_of(missing))})"
+        notes = [f"{seen.folder}/{name} was another one than its size said, and was replaced" for name in bad]
+        if seen.old and seen.old.manifest.revision != self.manifest.revision:
+            notes.append(f"revision {seen.old.manifest.revision} was there, {self.manifest.revision} is now")
+        notes += [f"{seen.folder}/{name} belonged to what was there before, and was removed" for name in stale]
+        return self.outcome(f"{copied}, all hashed there and right", seen, notes)
+
+    def shared(self, seen: Seen) -> Outcome:
         """The node sees this machine's own folder. What was verified here is verified there, if it looks the same."""
-        kind, mounted = seen["mount"]
-        for entry in self.source.manifest.files:
-            here = FileStat.of(self.source.folder / entry.name)
-            if seen["stats"][entry.name] != [here.bytes, here.mtime_ns, here.inode]:
-                raise LauncherError(
-                    f"{label(self.node)}: {seen['folder']} is this machine's own folder over {kind}, but "
-                    f"{entry.name} has another inode or time there than here, so a change could not be noticed; "
-                    f"mount it by NFS (`{console.program()} share`).",
-                    Exit.SETUP,
+        kind, mounted = seen.mount
+        for name in self.wanted:
+            if seen.stats[name] != FileStat.of(self.source.folder / name):
+                raise self.error(
+                    f"{seen.folder} is this machine's own folder over {kind}, but {name} has another inode or time "
+                    f"there than here, so that a change could not be noticed; mount it by NFS "
+                    f"(`{console.program()} share`)."
                 )
         return self.outcome(f"is this machine's own folder ({kind} from {mounted}); nothing to copy", seen)
 
-    def refuse_missing_programs(self, seen: Mapping) -> None:
-        missing = [name for name, path in seen["programs"].items() if not path]
-        if missing:
-            raise LauncherError(
-                f"{label(self.node)}: {' and '.join(missing)} not installed there; sudo apt-get install rsync "
-                f"util-linux on that node, then run this again.",
-                Exit.SETUP,
-            )
+    def error(self, text: str) -> LauncherError:
+        return LauncherError(f"{label(self.node)}: {text}", Exit.SETUP)
 
-    def refuse_full_disk(self, missing: Sequence[str], room: Mapping, seen: Mapping) -> None:
-        """Of a file that is there only what it grows counts; but the new one lies beside it until it is whole."""
-        old = [seen["stats"][name][0] for name in missing if seen["stats"][name]]
-        total = sum(self.wanted[name].bytes for name in missing)
-        needed = total - sum(old) + max(old, default=0) - room["partial_bytes"]
+    def refuse_what_is_in_the_way(self, missing: Sequence[str], seen: Seen, room: Mapping[str, int]) -> None:
+        if seen.missing_programs:
+            raise self.error(
+                f"{' and '.join(seen.missing_programs)} not installed there; sudo apt-get install rsync util-linux on "
+                f"that node, then run this again."
+            )
+        if seen.folders:
+            raise self.error(f"{seen.folder}/{seen.folders[0]} is a folder and should be a file; move it away.")
+        # Of a file that is there only what it grows counts; but the new one lies beside it until it is whole.
+        old = [seen.stats[name].bytes for name in missing if seen.stats[name]]
+        needed = self.bytes_of(missing) - sum(old) + max(old, default=0) - room["partial_bytes"]
         if needed > room["free_bytes"]:
-            raise LauncherError(
-                f"{label(self.node)}: {seen['folder']} needs {spoken(needed)} more and its disk has "
-                f"{spoken(room['free_bytes'])} free; free {spoken(needed - room['free_bytes'])} there, or move "
-                f"{self.source.setting} to another disk.",
-                Exit.SETUP,
+            raise self.error(
+                f"{seen.folder} needs {spoken(needed)} more and its disk has {spoken(room['free_bytes'])} free; free "
+                f"{spoken(needed - room['free_bytes'])} there, or move {self.source.setting} to another disk."
             )
 
-    def copy_and_hash(self, names: Sequence[str], folder: str, work: str) -> dict[str, FileStat]:
+    # The two that take long
+
+    def copy_and_hash(self, agent: Agent, names: Sequence[str], folder: str, work: str) -> dict[str, FileStat]:
         """What does not arrive whole is sent once more, alone; what is wrong then is wrong for another reason."""
         good: dict[str, FileStat] = {}
         bad = list(names)
         for _ in range(2):
-            self.copy(bad, folder, work)
+            self.copy(agent, bad, folder, work)
             found, bad = self.hash_there(folder, bad)
             good |= found
             if not bad:
                 return good
         entry = self.wanted[bad[0]]
-        raise LauncherError(
-            f"{label(self.node)}: {folder}/{bad[0]} arrived with another SHA-256 than {entry.sha256[:16]}... twice; "
+        raise self.error(
+            f"{folder}/{bad[0]} arrived with another SHA-256 than {entry.sha256[:16]}... twice; "
             f"`./download.sh verify --full` tells whether this machine's file is right, else suspect the memory or "
-            f"the disk of that node.",
-            Exit.SETUP,
+            f"the disk of that node."
         )
 
-    # The two that take long
-
-    def copy(self, names: Sequence[str], folder: str, work: str) -> None:
-        self.step.enter("copying", sum(self.wanted[name].bytes for name in names))
-        argv = rsync(self.node, self.source.folder, folder, work)
-        process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )  # fmt: skip
+    def copy(self, agent: Agent, names: Sequence[str], folder: str, work: str) -> None:
+        self.step.enter("copying", self.bytes_of(names))
+        process = start_here(rsync(self.node, self.source.folder, folder, work))
         self.started(process)
         process.stdin.write("".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape"))
         process.stdin.close()
@@ -334,26 +260,21 @@ class Job:
         for line in pieces(process.stdout):
             if found := PROGRESS.match(line):
                 self.step.done = min(int(found[1]), self.step.total)
-            else:
-                said = [*said[-5:], line]
+            said = [*said[-5:], line[found.end() if found else 0 :]]
         code = process.wait()
         hashing.drop_pages(self.source.folder / name for name in names)
         if code:
-            raise self.copy_failed(code, remote.Result(code, b"\n".join(said), b"").message, folder)
-
-    def copy_failed(self, code: int, said: str, folder: str) -> LauncherError:
-        fix = "run this again: what has arrived is kept"
-        if "No space left" in said:
-            fix = f"free room on that disk, or move {self.source.setting} to another one; {fix}"
-        return LauncherError(
-            f"{label(self.node)}: rsync to {folder} ended with {code} ({said}); {fix}.", Exit.SETUP
-        )  # fmt: skip
+            why, free = remote.Result(code, b"\n".join(said), b"").message, agent.ask("room")["free_bytes"]
+            raise self.error(
+                f"rsync to {folder} ended with {code} ({why}), its disk has {spoken(free)} free; run this again when "
+                f"that is mended: what has arrived is kept."
+            )
 
     def hash_there(self, folder: str, names: Sequence[str]) -> tuple[dict[str, FileStat], list[str]]:
         """(those that are right, as they looked; the names of the others)"""
         if not names:
             return {}, []
-        self.step.enter("hashing", sum(self.wanted[name].bytes for name in names))
+        self.step.enter("hashing", self.bytes_of(names))
         request = json.dumps({"folder": folder, "names": list(names)})
         process = start(self.node, ["python3", "-c", HASHING.read_text(), request])
         self.started(process)
@@ -372,49 +293,8 @@ class Job:
         said = process.stderr.read()
         if process.wait() or found is None:
             message = remote.Result(process.returncode, b"", said).message
-            raise LauncherError(f"{label(self.node)}: the files could not be hashed ({message}); run this again.",
-                                Exit.SETUP)  # fmt: skip
+            raise self.error(f"the files could not be hashed ({message}); run this again.")
         return found
-
-
-def read_record(text: str | None) -> Verified | None:
-    """A record that cannot be read says nothing; it is written anew."""
-    try:
-        return Verified.from_json(json.loads(text)) if text else None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def still_good(manifest: Manifest, old: Verified | None, stats: Mapping[str, list | None]) -> dict[str, FileStat]:
-    """Files of the manifest that were verified there and look as they did then."""
-    known = old.manifest.by_name() if old else {}
-    return {
-        name: old.stats[name]
-        for name, entry in manifest.by_name().items()
-        if known.get(name) == entry and stats[name] and FileStat(*stats[name]) == old.stats[name]
-    }
-
-
-def rsync(node: Node, source: Path, folder: str, work: str) -> list[str]:
-    """Reads names, each ended by a NUL, from its input. All are sent, whatever size and time say, as differences to
-    what is there. The receiver holds the folder's lock, and whoever is killed here takes his rsync along."""
-    return [
-        "setpriv", "--pdeathsig", "KILL", "--",
-        "rsync", "--files-from=-", "--from0", "--copy-links", "--times", "--chmod=D755,F644", "--perms",
-        "--ignore-times", f"--temp-dir={work}", f"--partial-dir={work}/partial",
-        "--info=progress2", "--no-human-readable", "--outbuf=N", "--secluded-args",
-        f"--rsync-path={remote.quoted(['flock', '--shared', f'{work}/lock', 'rsync']).decode()}",
-        *remote.rsync_transport(node), f"{source}/", remote.rsync_target(node, f"{folder}/"),
-    ]  # fmt: skip
-
-
-def pieces(stream):
-    """Lines that end with a carriage return or a line feed."""
-    rest = b""
-    while block := os.read(stream.fileno(), 65536):
-        *lines, rest = re.split(rb"[\r\n]", rest + block)
-        yield from lines
-    yield rest
 
 
 # All nodes

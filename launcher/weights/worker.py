@@ -42,6 +42,7 @@ class Folder:
             "folder": str(self.path),
             "record": text_or_none(self.record),
             "stats": {name: stat_or_none(self.path / name) for name in names},
+            "folders": [name for name in names if (self.path / name).is_dir()],
             "others": self.others(set(names)),
             "programs": {name: shutil.which(name) or "" for name in ("rsync", "flock")},
             "mount": mount_of(self.path),
@@ -63,9 +64,12 @@ class Folder:
         self.salvage()
         fcntl.flock(self.lock, fcntl.LOCK_SH)  # rsync holds it, too, and may outlive us
         (self.work / nonce).touch()
+        return {"work": str(self.work), **self.room()}
+
+    def room(self):
         disk = os.statvfs(str(self.path))
         partial = sum(path.stat().st_size for path in (self.work / PARTIAL).iterdir() if path.is_file())
-        return {"free_bytes": disk.f_bavail * disk.f_frsize, "partial_bytes": partial, "work": str(self.work)}
+        return {"free_bytes": disk.f_bavail * disk.f_frsize, "partial_bytes": partial}
 
     def take_lock(self):
         deadline = time.monotonic() + LOCK_WAIT_S

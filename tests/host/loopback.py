@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 PACKAGES = ("openssh-server", "openssh-client", "rsync", "util-linux")
-PROGRAMS = ("/usr/sbin/sshd", "ssh", "ssh-keygen", "rsync", "flock", "setpriv", "fincore")
+PROGRAMS = ("/usr/sbin/sshd", "ssh", "ssh-keygen", "rsync", "flock", "setpriv")
 BUFFER_BYTES = 16 << 10
 
 
@@ -104,6 +104,7 @@ class Loopback:
         wrapper = self.folder / "bin" / "ssh"
         wrapper.write_text(
             f"#!/bin/sh\nexec {shutil.which('ssh')} -F none -o HostName=127.0.0.1 -o Port={self.link.port} "
+            f"-o ConnectTimeout=30 "
             f'-o UserKnownHostsFile=/dev/null -o StrictHostKeyChecking=no "$@"\n'
         )
         wrapper.chmod(0o755)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from page_cache import resident_bytes
 
 from launcher.weights import hashing
 
@@ -24,12 +25,6 @@ def sparse(folder: Path, count: int, size: int) -> list[Path]:
         with path.open("wb") as stream:
             stream.truncate(size)
     return paths
-
-
-def resident_bytes(*paths: Path) -> int:
-    """In the page cache, as util-linux counts with mincore()."""
-    command = ["fincore", "--bytes", "--noheadings", "--output", "RES", *map(str, paths)]
-    return sum(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
 
 
 @pytest.mark.parametrize("size", [0, 1, hashing.BUFFER_BYTES - 1, hashing.BUFFER_BYTES, 3 * hashing.BUFFER_BYTES + 17])
