@@ -31,7 +31,6 @@ GONE = (401, 403, 404, 410, 451)
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 ATTEMPTS = 8  # without a byte between them
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
-CHUNK_BYTES = 1 << 20
 SKIPPED = (".gitattributes",)  # of git's own use
 
 
@@ -126,14 +125,14 @@ def stream(pack: Pack, wanted: Wanted, part: Path, on_bytes, stop: threading.Eve
                 file.truncate(0)
                 on_bytes(-offset)
                 offset = 0
-            for chunk in response.iter_bytes(CHUNK_BYTES):
-                if stop.is_set():
-                    raise Stopped
+            for chunk in response.iter_bytes():  # as it comes: what would be gathered first is lost with a connection
                 if offset + len(chunk) > wanted.bytes:
                     raise Passing(f"more than its {wanted.bytes} bytes were sent")
                 file.write(chunk)
                 offset += len(chunk)
                 on_bytes(len(chunk))
+                if stop.is_set():
+                    raise Stopped
     if offset < wanted.bytes:
         raise Passing(f"the stream ended at {offset} of {wanted.bytes} bytes")
 
@@ -174,7 +173,8 @@ def errors_named() -> Iterator[None]:
             raise Gone(f"HTTP {status} {error.response.headers.get('X-Error-Code', '')}".strip()) from error
         if status in PASSING or status == 416:
             raise Passing(f"HTTP {status}", wait_of(error.response.headers)) from error
-        raise LauncherError(f"{without_secrets(str(error))}; try again later.") from error
+        where = without_secrets(str(error.response.url))
+        raise LauncherError(f"HTTP {status} from {where}; what has arrived is kept. Try again later.") from error
     except httpx2.TransportError as error:
         what = type(error).__name__ + (f" ({error})" if str(error) else "")
         raise Passing(without_secrets(what)) from error

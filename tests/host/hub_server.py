@@ -49,19 +49,26 @@ class Fault:
         return True
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_):
+        """A client that was killed is no news."""
+
+
 class HubServer:
-    """`repos`: {repository: {revision: {name: bytes}}}. `sent`: bytes of bodies by name; `requests`: every path."""
+    """`repos`: {repository: {revision: {name: bytes}}}. `sent`: bytes of bodies by name."""
 
     def __init__(self):
         self.repos: dict[str, dict[str, dict[str, bytes]]] = {}
         self.faults: list[Fault] = []
         self.sent: Counter[str] = Counter()
         self.requests: list[str] = []
+        self.asked: list[tuple[str, int]] = []  # (name, first byte) of every body
         self.tokens: set[str] = set()
         self.bytes_per_s = 0  # of each stream; 0: as fast as it goes
         self.mutex = threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
-        self.server.daemon_threads = True
+        self.server = Server(("127.0.0.1", 0), self.handler())
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
@@ -183,6 +190,8 @@ def body(hub, request, name: str, content: bytes, headers: dict, fault: Fault | 
         request.send_header(key, value)
     request.end_headers()
     if request.command == "GET":
+        with hub.mutex:
+            hub.asked.append((name, start))
         send(hub, request, name, content[start:], fault)
     return None
 
