@@ -277,7 +277,10 @@ def check_room(plans: Sequence[Plan]) -> None:
 
 def run(jobs: Sequence[Job], options: Options) -> list[Plan]:
     """Plans everything, then does it. Raises LauncherError, with what has arrived kept."""
-    plans = [plan(job, options) for job in jobs]
+    plans = []
+    for job in jobs:
+        with place.file_errors(job.folder):
+            plans.append(plan(job, options))
     carry_out(plans, options)
     return plans
 

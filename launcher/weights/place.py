@@ -87,17 +87,19 @@ def file_errors(folder: Path) -> Iterator[None]:
     """What a disk refuses, in a sentence."""
     try:
         yield
-    except OSError as error:
-        where = error.filename or folder
-        if hub.is_full(error):
+    except (OSError, LauncherError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, OSError) and hub.is_full(cause):
             raise LauncherError(
-                f"{where}: the disk is full; what has arrived is kept. Free some room (df -h {folder}) and run the "
-                f"same command again."
+                f"{cause.filename or folder}: the disk is full; what has arrived is kept. Free some room (df -h "
+                f"{folder}) and run the same command again."
             ) from error
-        raise LauncherError(
-            f"{where}: {error.strerror or error}; make {folder} a folder on a healthy disk that this user can write "
-            f"to, or set MODEL_DIR or DRAFT_DIR to another one."
-        ) from error
+        if cause is not error:
+            raise
+        fix = f"make {folder} a folder on a healthy disk that this user can write to, or set another one"
+        if error.filename and not Path(error.filename).is_relative_to(folder):
+            fix = "see that this user may read it (made by root?) and that its disk is healthy"
+        raise LauncherError(f"{error.filename or folder}: {error.strerror or error}; {fix}.") from error
 
 
 # What is there

@@ -55,7 +55,7 @@ def kill_one(hub_machine, folder: Path, chance: random.Random, remaining: int) -
     base = hub_machine.hub.sent.total()
     moment = remaining if chance.random() < 0.2 else remaining * chance.uniform(0, 0.6)
     running = hub_machine.start(MODEL_DIR=str(folder))
-    wait_for(lambda: hub_machine.hub.sent.total() - base >= moment and running.said or not running.process.is_alive())
+    wait_for(lambda: hub_machine.hub.sent.total() - base >= moment or not running.process.is_alive())
     time.sleep(chance.uniform(0, 0.03))
     was_alive = running.process.is_alive()
     running.kill()
