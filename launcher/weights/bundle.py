@@ -43,6 +43,10 @@ def of_folder(job: Job, source: Path, verified: Verified) -> Plan:
     """Everything from a folder whose record says what it should be."""
     wanted = download.wanted_of(verified)
     local = {file.name: source / file.name for file in wanted}
+    gone = [path for path in local.values() if not path.is_file()]
+    if gone:
+        raise LauncherError(f"{gone[0]}: is missing ({len(gone)} of {len(local)} files); copy it again, or make the "
+                            f"bundle again: ./download.sh bundle DIR.")  # fmt: skip
     manifest = verified.manifest
     return Plan(job, manifest.pack, manifest.revision, wanted, place.look(job.folder, wanted), None, local)
 
