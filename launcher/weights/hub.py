@@ -70,12 +70,14 @@ def endpoint() -> str:
 
 def files_of(pack: Pack) -> list[Wanted]:
     """Every file of the pack. Raises Gone, or LauncherError where the Hub cannot be asked."""
-    return patiently(pack.id, lambda: list_files(pack), threading.Event(), lambda: False)
-
-
-def list_files(pack: Pack) -> list[Wanted]:
-    with errors_named():
-        entries = list(HfApi().list_repo_tree(pack.id, recursive=True, revision=pack.revision))
+    try:
+        with errors_named():  # the library itself waits, and says so, five times
+            entries = list(HfApi().list_repo_tree(pack.id, recursive=True, revision=pack.revision))
+    except Passing as error:
+        raise LauncherError(
+            f"{pack.id}: {endpoint()} does not say what it holds ({error}); look at the network and at HF_ENDPOINT, or "
+            f"bring the weights from a disk: ./download.sh --from DIR."
+        ) from error
     try:
         files = [wanted_of(entry) for entry in entries if hasattr(entry, "size") and entry.path not in SKIPPED]
     except ValueError as error:
@@ -96,14 +98,11 @@ def fetch(pack: Pack, wanted: Wanted, part: Path, on_bytes: Callable[[int], None
     """The file's bytes into `part`, from where it ends. `on_bytes` is told of each gain, and of a loss when the server
     begins anew. Raises Gone, Stopped, OSError, or LauncherError when it is not to be had."""
 
-    def grown(before: int) -> bool:
-        return size_of(part) > before
-
     def attempt() -> None:
         with errors_named():
             stream(pack, wanted, part, on_bytes, stop)
 
-    patiently(wanted.name, attempt, stop, grown, lambda: size_of(part))
+    patiently(wanted.name, attempt, stop, lambda: size_of(part))
 
 
 def stream(pack: Pack, wanted: Wanted, part: Path, on_bytes, stop: threading.Event) -> None:
@@ -180,15 +179,16 @@ def errors_named() -> Iterator[None]:
         raise Passing(without_secrets(what)) from error
 
 
-def patiently(what: str, attempt: Callable, stop: threading.Event, gained: Callable, mark: Callable = lambda: 0):
-    """Result of `attempt`, repeated after named waits; ATTEMPTS in a row without a gain are the end."""
+def patiently(what: str, attempt: Callable[[], None], stop: threading.Event, arrived: Callable[[], int]) -> None:
+    """`attempt`, repeated after named waits; ATTEMPTS in a row after which no more has `arrived` are the end."""
     failures = 0
     while True:
-        before = mark()
+        before = arrived()
         try:
-            return attempt()
+            attempt()
+            return
         except Passing as error:
-            failures = 1 if gained(before) else failures + 1
+            failures = 1 if arrived() > before else failures + 1
             if failures > ATTEMPTS:
                 raise LauncherError(
                     f"{what}: {error}, after {ATTEMPTS} attempts at {endpoint()}; what has arrived is kept. Look at "

@@ -101,6 +101,15 @@ def test_a_list_that_fails_once_is_asked_for_again(hub_machine):
     assert read_folder(hub_machine.model) == files
 
 
+def test_a_hub_that_does_not_answer_is_told(hub_machine, monkeypatch):
+    hub_machine.publish(shards=3)
+    hub_machine.hub.close()
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    done = hub_machine.call()
+    assert done.code == Exit.REFUSED
+    assert f"first/model: {hub_machine.hub.url} does not say what it holds (ConnectError" in done.said
+
+
 def test_an_end_that_does_not_come_is_an_error_and_what_arrived_stays(hub_machine, monkeypatch):
     files = hub_machine.publish(shards=3)
     monkeypatch.setattr(hub, "ATTEMPTS", 2)
