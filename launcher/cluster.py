@@ -23,6 +23,7 @@ COMMANDS = {
     "status": "tell whether it runs, answers and makes progress",
     "logs": "print the log of a rank",
     "check": "look at every node and report; changes nothing",
+    "sync": "copy the weights to the other nodes, and have each verify what it got",
     "plan": "print what each node will run, secrets left out; needs no node",
     "shell": "open a shell where a rank runs",
     "key": "make an API key, store it in the env file and so open the API to the network",
@@ -47,6 +48,8 @@ def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
             command.add_argument("rank", nargs="?", type=int, default=0, choices=ranks, help="Default: 0.")
         if name == "logs":
             command.add_argument("-f", "--follow", action="store_true", help="Keep printing until Ctrl-C.")
+        if name == "sync":
+            command.add_argument("--full", action="store_true", help="Hash every byte there again.")
         if name == "import":
             command.add_argument("file", type=Path, metavar="OLD/.env")
     return parser
@@ -77,6 +80,8 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return cluster_life.logs(config, options.rank, options.follow)
     if options.command == "shell":
         return cluster_life.shell(config, options.rank)
+    if options.command == "sync":
+        return cluster_life.sync(config, full=options.full)
     return getattr(cluster_life, options.command)(config)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from launcher import host_checks  # isort: skip
 from launcher import fabric_checks  # isort: skip
 from launcher import content_checks  # isort: skip
+from launcher import weights_checks  # isort: skip
 from launcher import cluster_plan, discovery, facts
 from launcher.commands import container_name
 from launcher.errors import Exit, LauncherError
@@ -21,7 +22,7 @@ from launcher.running_checks import RUNNING_CHECKS
 __all__ = ["CHECKS", "FAIL", "PASS", "WARN", "Context", "Finding", "Ours", "check_skip", "context", "describe",
            "failed", "image_id", "ports_of", "request", "run_checks"]  # fmt: skip
 
-MODULES = (host_checks, fabric_checks, content_checks)
+MODULES = (host_checks, fabric_checks, content_checks, weights_checks)
 
 
 # What the checks look at

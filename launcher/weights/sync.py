@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher import console, remote
+from launcher import console, probe, remote
 from launcher.errors import Exit, LauncherError
 from launcher.remote import Node
 from launcher.weights import hashing, record
@@ -34,8 +34,7 @@ from launcher.weights.agent import (
 from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
 
 TICK_S = 0.25
-# Smaller checkpoints are hashed whenever they are looked at, and need no record: that takes no longer than a look.
-SMALL_BYTES = 256 << 20
+SMALL_BYTES = probe.SMALL_BYTES  # hashed whenever it is looked at, so it needs no record
 
 
 @dataclass(frozen=True)

@@ -168,9 +168,9 @@ def text_or_none(path):
 
 
 def stat_or_none(path):
-    """[bytes, mtime_ns, inode] of a regular file, also at the end of links."""
+    """[bytes, mtime_ns, inode] of a regular file. A container cannot follow a link, so it counts as nothing."""
     try:
-        found = os.stat(str(path))
+        found = os.lstat(str(path))
     except OSError:
         return None
     return [found.st_size, found.st_mtime_ns, found.st_ino] if stat.S_ISREG(found.st_mode) else None
