@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher import console
 from launcher.checkpoint import INDEX
 from launcher.errors import LauncherError
-from launcher.weights import cache, headers, hub, packs, place, record
+from launcher.weights import cache, contents, headers, hub, packs, place, record
 from launcher.weights.hub import Gone, Wanted
 from launcher.weights.meter import Meter, size, work
 from launcher.weights.packs import Pack
@@ -315,8 +315,7 @@ def fill(made: Plan, options: Options) -> Verified:
             bring_fetched(made, filling, options)
         except Gone as error:
             raise gone(made.pack, error) from error
-        headers.check(folder, made.job.kind)
-        verified = filling.finish()
+        verified = filling.finish(contents.read(folder, made.job.kind))
     console.say(f"{made.job.setting} {folder}: {len(verified.stats)} files of {made.name}, every one verified")
     return verified
 

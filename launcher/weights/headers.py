@@ -56,15 +56,6 @@ def canonical(name: str) -> str:
     return re.sub(r"^(language_model\.|model\.)+", "", name)
 
 
-def check(folder: Path, kind: str = "model") -> None:
-    """Raises LauncherError naming the shard or tensor, what it should be and what to do."""
-    modules = exl3_modules(tensors(folder))
-    if kind == "model":
-        config = read_config(folder / "config.json")
-        check_claims(folder, config, modules)
-        check_experts(folder, config, modules)
-
-
 # Tensors
 
 

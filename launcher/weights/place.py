@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.errors import Exit, LauncherError
-from launcher.weights import hub, record
+from launcher.weights import contents, hub, record
+from launcher.weights.contents import Contents
 from launcher.weights.hashing import digests_and_stats, drop_pages, usual_workers
 from launcher.weights.hub import Stopped, Wanted
 from launcher.weights.meter import Meter, work
@@ -255,9 +256,10 @@ class Filling:
         os.replace(part, target)
         self.accept(good)
 
-    def finish(self) -> Verified:
+    def finish(self, found: Contents) -> Verified:
         """The record, which is what makes the folder servable; then what was on its way is nothing any more."""
         verified = self.as_verified()
+        contents.keep(self.folder, found, verified)
         record.write(self.folder, verified)
         shutil.rmtree(self.partial)
         return verified

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher import console
 from launcher.errors import LauncherError
-from launcher.weights import cache, download, headers, hub, packs, place, record
+from launcher.weights import cache, contents, download, hub, packs, place, record
 from launcher.weights.download import Job, Options
 from launcher.weights.hashing import digests_and_stats, usual_workers
 from launcher.weights.hub import Gone, Wanted
@@ -30,7 +30,6 @@ def run(jobs: Sequence[Job], options: Options, *, full: bool, own: bool) -> None
             )
         with place.lock(job.folder), place.file_errors(job.folder):
             verified = verify_own(job) if own else verify_one(job, options, full=full)
-            headers.check(job.folder, job.kind)
         console.say(f"{job.setting} {job.folder}: {len(verified.stats)} files of {verified.manifest.pack}, "
                     f"{size(verified.manifest.total_bytes)}, verified")  # fmt: skip
 
@@ -58,7 +57,7 @@ def verify_one(job: Job, options: Options, *, full: bool) -> Verified:
             f"{job.setting} {job.folder}: {len(bad)} of {len(wanted)} files are not those of {name}:{shown}\n"
             f"./download.sh fetches these alone again and keeps what is there now in {place.ASIDE}."
         )
-    return filling.finish()
+    return filling.finish(contents.read(job.folder, job.kind))
 
 
 def expected(job: Job, present: Verified | None, options: Options) -> tuple[str, str, Sequence[Wanted]]:
@@ -80,16 +79,17 @@ def expected(job: Job, present: Verified | None, options: Options) -> tuple[str,
 
 def verify_own(job: Job) -> Verified:
     """A checkpoint that no table knows: its headers are checked, and its bytes are the measure from now on."""
-    headers.check(job.folder, job.kind)
-    paths = [path for path in files_below(job.folder)]
+    found = contents.read(job.folder, job.kind)
+    paths = files_below(job.folder)
     meter = Meter(sum(path.stat().st_size for path in paths))
     hashing = [lambda: digests_and_stats(paths, usual_workers(), meter.add)]
-    (found,) = work(f"{job.kind} hashes", meter, hashing, 1, threading.Event())
-    names = {path.relative_to(job.folder).as_posix(): found[path] for path in paths}
+    (hashed,) = work(f"{job.kind} hashes", meter, hashing, 1, threading.Event())
+    names = {path.relative_to(job.folder).as_posix(): hashed[path] for path in paths}
     files = tuple(FileEntry(name, stat.st_size, digest) for name, (digest, stat) in sorted(names.items()))
     revision = hashlib.sha256("".join(f"{file.name}\0{file.sha256}\n" for file in files).encode()).hexdigest()
     stats = {name: FileStat(stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, (_, stat) in names.items()}
     verified = Verified(Manifest(OWN, revision, files), stats)
+    contents.keep(job.folder, found, verified)
     record.write(job.folder, verified)
     console.say("Note: nothing says what its author published; from now on a change of these bytes is noticed.")
     return verified
