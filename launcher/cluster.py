@@ -13,7 +13,9 @@ from launcher import cluster_life, cluster_plan, console, envfile
 from launcher.commands import REPOSITORY
 from launcher.config import Config, load, of_what_runs
 from launcher.errors import Exit, LauncherError
+from launcher.lifecycle import signals_interrupt
 from launcher.topology import TOPOLOGIES, Topology
+from launcher.weights import share
 
 # command -> what it does
 COMMANDS = {
@@ -24,6 +26,7 @@ COMMANDS = {
     "logs": "print the log of a rank",
     "check": "look at every node and report; changes nothing",
     "sync": "copy the weights to the other nodes, and have each verify what it got",
+    "share": "say how the other nodes can read node 0's weights over NFS instead; --yes does it",
     "plan": "print what each node will run, secrets left out; needs no node",
     "shell": "open a shell where a rank runs",
     "key": "make an API key, store it in the env file and so open the API to the network",
@@ -50,6 +53,9 @@ def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
             command.add_argument("-f", "--follow", action="store_true", help="Keep printing until Ctrl-C.")
         if name == "sync":
             command.add_argument("--full", action="store_true", help="Hash every byte there again.")
+        if name == "share":
+            command.add_argument("--undo", action="store_true", help="Take it back.")
+            command.add_argument("--yes", action="store_true", help="Run the commands, with sudo where needed.")
         if name == "import":
             command.add_argument("file", type=Path, metavar="OLD/.env")
     return parser
@@ -82,7 +88,18 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return cluster_life.shell(config, options.rank)
     if options.command == "sync":
         return cluster_life.sync(config, full=options.full)
+    if options.command == "share":
+        return share_weights(config, do=options.yes, take_back=options.undo)
     return getattr(cluster_life, options.command)(config)
+
+
+def share_weights(config: Config, *, do: bool, take_back: bool) -> Exit:
+    """Not taken back while something runs that reads what would go away."""
+    files = cluster_life.files_of(config)
+    with signals_interrupt(), files.lock():
+        if take_back and do and files.read_state():
+            raise LauncherError(f"{config.topology.name} runs from these weights; `stop` it first.", Exit.BUSY)
+        return share.share(config, do=do, take_back=take_back)
 
 
 def read_config(topology: Topology, env_path: Path, ambient: Mapping[str, str], command: str) -> Config:

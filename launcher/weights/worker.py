@@ -56,6 +56,22 @@ class Folder:
             return []
         return [name for name in found if name not in names and not name.startswith(".")]
 
+    def place(self):
+        """What a mount here would meet, and needs."""
+        try:
+            entries = [name for name in os.listdir(str(self.path)) if name != WORK]
+        except OSError:
+            entries = []
+        system = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+        return {
+            "folder": str(self.path),
+            "is_mounted": os.path.ismount(str(self.path)),
+            "mount": mount_of(self.path),
+            "entries": len(entries),
+            "has_nfs": bool(shutil.which("mount.nfs", path=system)),
+            "user_id": os.getuid(),
+        }
+
     # Changing
 
     def open(self, nonce):

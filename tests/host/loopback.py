@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import shutil
 import socket
@@ -11,9 +12,15 @@ import threading
 import time
 from pathlib import Path
 
+from launcher import config, topology
+from launcher.weights import hashing, record
+from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
+
 PACKAGES = ("openssh-server", "openssh-client", "rsync", "util-linux")
 PROGRAMS = ("/usr/sbin/sshd", "ssh", "ssh-keygen", "rsync", "flock", "setpriv")
 BUFFER_BYTES = 16 << 10
+MIB = 1 << 20
+REVISION = "1" * 40
 
 
 def unavailable() -> str:
@@ -69,7 +76,7 @@ class Loopback:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.head, self.worker = folder, folder / "head", folder / "worker"
-        for home in (self.head, self.worker, folder / "bin"):
+        for home in (self.head, self.worker, folder / "bin", folder / "worker-bin"):
             home.mkdir()
         for name in ("host_key", "key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
@@ -90,7 +97,7 @@ class Loopback:
         (self.folder / "sshd_config").write_text(
             f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {self.folder}/host_key\nPidFile none\nUsePAM no\n"
             f"AuthorizedKeysFile {self.folder}/authorized\nStrictModes no\nPasswordAuthentication no\n"
-            f"SetEnv HOME={self.worker}\n"
+            f"SetEnv HOME={self.worker} PATH={self.folder}/worker-bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin\n"
         )
         log = self.folder / "sshd.log"
         if os.geteuid() == 0:
@@ -113,3 +120,25 @@ class Loopback:
         self.link.close()
         self.sshd.terminate()
         self.sshd.wait()
+
+
+def fill(folder: Path, shards: int = 4, size: int = MIB, revision: str = REVISION) -> Verified:
+    """A verified folder of random shards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"model-{number:05}-of-{shards:05}.safetensors" for number in range(1, shards + 1)]
+    for name in names:
+        (folder / name).write_bytes(os.urandom(size))
+    (folder / "config.json").write_text(json.dumps({"revision": revision}))
+    return verify(folder, [*names, "config.json"], revision)
+
+
+def verify(folder: Path, names: list[str], revision: str = REVISION) -> Verified:
+    digests = hashing.hash_files([folder / name for name in names], 2)
+    entries = tuple(FileEntry(name, (folder / name).stat().st_size, digests[folder / name]) for name in names)
+    verified = Verified(Manifest("owner/pack", revision, entries), {name: FileStat.of(folder / name) for name in names})
+    record.write(folder, verified)
+    return verified
+
+
+def settings(node: Loopback, **changes: str) -> config.Config:
+    return config.load(topology.TOPOLOGIES["tp2"], None, ".env", node.settings | changes)

@@ -13,59 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
-from loopback import Loopback, unavailable
+from loopback import MIB, REVISION, fill, settings, verify
 from page_cache import resident_bytes
 
-from launcher import config, topology
 from launcher.errors import LauncherError
-from launcher.weights import agent, hashing, record, sync
-from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
+from launcher.weights import agent, record, sync
 
-MIB = 1 << 20
-REVISION = "1" * 40
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory):
-    if why := unavailable():
-        pytest.fail(why)
-    loopback = Loopback(tmp_path_factory.mktemp("loopback"))
-    yield loopback
-    loopback.close()
-
-
-@pytest.fixture
-def pair(node, monkeypatch):
-    """Two empty homes; the process of the test is the head."""
-    for home in (node.head, node.worker):
-        shutil.rmtree(home)
-        home.mkdir()
-    for name, value in node.environment.items():
-        monkeypatch.setenv(name, value)
-    return node
-
-
-def fill(folder: Path, shards: int = 4, size: int = MIB, revision: str = REVISION) -> Verified:
-    """A verified folder of random shards."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = [f"model-{number:05}-of-{shards:05}.safetensors" for number in range(1, shards + 1)]
-    for name in names:
-        (folder / name).write_bytes(os.urandom(size))
-    (folder / "config.json").write_text(json.dumps({"revision": revision}))
-    return verify(folder, [*names, "config.json"], revision)
-
-
-def verify(folder: Path, names: list[str], revision: str = REVISION) -> Verified:
-    digests = hashing.hash_files([folder / name for name in names], 2)
-    entries = tuple(FileEntry(name, (folder / name).stat().st_size, digests[folder / name]) for name in names)
-    verified = Verified(Manifest("owner/pack", revision, entries), {name: FileStat.of(folder / name) for name in names})
-    record.write(folder, verified)
-    return verified
-
-
-def settings(node, **changes: str):
-    return config.load(topology.TOPOLOGIES["tp2"], None, ".env", node.settings | changes)
 
 
 def run(node, full: bool = False, **changes: str) -> str:
@@ -346,7 +300,6 @@ def test_the_heads_own_folder_is_recognised_and_not_copied(pair):
 SYNC = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from launcher import config, topology
 from launcher.errors import LauncherError
 from launcher.weights import sync
 import json
