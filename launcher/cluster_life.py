@@ -164,7 +164,7 @@ def bring_weights(context, state: ClusterState | None) -> preflight.Context:
         return context
     if preflight.failed(preflight.run_checks(context, skipped)):
         return context
-    size = weights_checks.gib(weights_checks.bytes_to_fill(context))
+    size = weights_sync.spoken(weights_checks.bytes_to_fill(context))
     names = " and ".join(f"node {rank}" for rank in ranks)
     console.say(f"The weights on {names} are not those of node 0: up to {size} are copied first. Ctrl-C keeps what has "
                 f"arrived.")  # fmt: skip
