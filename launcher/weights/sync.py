@@ -185,6 +185,7 @@ class Job:
     # Telling
 
     def outcome(self, word: str, seen: Seen, notes: Sequence[str] = ()) -> Outcome:
+        self.step.enter("done")
         known = set(seen.old.stats if seen.old else ())
         foreign = [f"{seen.folder}/{name} is not one of the weights; it was left alone"
                    for name in seen.others if name not in known]  # fmt: skip

@@ -159,6 +159,15 @@ class Folder:
             self.lock.close()
             self.lock = None
 
+    def leave(self):
+        """The asker is gone, or gave up: what has arrived stays for the next time, and without that nothing does."""
+        if self.lock is not None and not self.arrived():
+            self.close()
+
+    def arrived(self):
+        return [path for path in (*self.work.iterdir(), *(self.work / PARTIAL).iterdir())
+                if path.is_file() and path.name != LOCK and not path.name.startswith("nonce-")]  # fmt: skip
+
 
 def sync_folder(path):
     descriptor = os.open(str(path), os.O_RDONLY | os.O_DIRECTORY)
@@ -227,6 +236,8 @@ def main():
             folder = Folder(request["folder"], request["record"])
             continue
         print(json.dumps(answer(folder, request)), flush=True)
+    if folder is not None:
+        folder.leave()
 
 
 if __name__ == "__main__":
