@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher import cluster_life, cluster_plan, console, envfile
+from launcher import cluster_life, cluster_plan, console, envfile, memory_plan
 from launcher.commands import REPOSITORY
 from launcher.config import Config, load, of_what_runs
 from launcher.errors import Exit, LauncherError
@@ -78,7 +78,7 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return make_key(topology, env_path)
     config = read_config(topology, env_path, ambient, options.command)
     if options.command == "plan":
-        print(cluster_plan.describe(cluster_plan.make(config)), end="")
+        print(cluster_plan.describe(cluster_plan.make(config, more_notes=memory_plan.notes(config))), end="")
         return Exit.OK
     for note in config.notes:
         console.say(f"Note: {note}")

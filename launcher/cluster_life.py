@@ -19,6 +19,7 @@ from launcher import (
     discovery,
     facts,
     link_runs,
+    memory_plan,
     phases,
     preflight,
     remote,
@@ -64,8 +65,9 @@ def look(config, state: ClusterState | None) -> preflight.Context:
     units = state.units if state else ()
     found = facts.gather(nodes, preflight.request(config))
     context = preflight.context(
-        config, nodes, found, files_of(config).read_record(), [(unit.node.rank, watch.state_of(unit)) for unit in units]
-    )
+        config, nodes, found, files_of(config).read_record(),
+        [(unit.node.rank, watch.state_of(unit)) for unit in units], memory_plan.contents_of(config),
+    )  # fmt: skip
     return context if link_runs.CHECK in config["SKIP_CHECKS"] else link_runs.with_runs(context)
 
 

@@ -15,7 +15,7 @@ NAMES = [
     "ssh-access", "python", "docker", "gpu-runtime", "foreign-containers", "gpu-model", "gpu-driver", "gpu-clocks",
     "gpu-free", "memory-floor", "swap", "cma", "page-size", "nccl-conf", "pci-errors", "wall-clock", "ports-free",
     "address", "interface-up", "mtu", "link-speed", "link-bandwidth", "rdma-device", "second-rail", "rdma-gid",
-    "disk-space", "cache-folder", "image", "native-python", "weights", "rsync",
+    "disk-space", "cache-folder", "image", "native-python", "weights", "rsync", "memory-plan",
 ]  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def test_topic_that_could_not_be_read_fails_its_checks_only():
 
     findings = run_checks(context("good_tp2", change))
     failing = [finding for finding in findings if finding.level != PASS]
-    assert {finding.check for finding in failing} == {"memory-floor", "swap", "cma"}
+    assert {finding.check for finding in failing} == {"memory-floor", "swap", "cma", "memory-plan"}
     assert all(finding.seen == "memory could not be read: OSError: no" for finding in failing)
 
 
