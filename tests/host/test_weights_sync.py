@@ -298,11 +298,11 @@ def test_the_heads_own_folder_is_recognised_and_not_copied(pair):
 # Two at once, and killed ones
 
 SYNC = """
-import sys
+import json, sys
 sys.path.insert(0, sys.argv[1])
+from launcher import config, topology
 from launcher.errors import LauncherError
 from launcher.weights import sync
-import json
 settings = config.load(topology.TOPOLOGIES["tp2"], None, ".env", json.loads(sys.argv[2]))
 try:
     sync.tell(sync.sync(settings))
