@@ -335,7 +335,7 @@ RETIRED = {
     "GLOO_SOCKET_IFNAME": "it is found from each node's address; HEAD_CX7_IF, WORKER_CX7_IF, ... overrule it",
     "HF_HOME": "weights are in MODEL_DIR and DRAFT_DIR, caches in CACHE_DIR",
     "HF_HUB_OFFLINE": "the server never asks the Hub; no setting is needed",
-    "HF_TOKEN": "the weights are public and the server never asks the Hub; no token is needed",
+    "HF_TOKEN": "the server never asks the Hub; ./download.sh takes a token from your environment or the Hub's login",
     "INSTANTTENSOR_*": "weights are read by vLLM's own loader, which leaves 4 to 6 GiB more for the cache",
     "MOE_FAST": "there is one kernel for long prompts: EXL3_FAT_GROUPED",
     "NCCL_CUMEM_ENABLE": "it is always off; no setting is needed",
