@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from launcher.checkpoint import INDEX, SINGLE, read_header, read_index
+from launcher.checkpoint import check_shard, read_index, restore
 from launcher.errors import LauncherError
 
 ITEM_BYTES = {
@@ -64,49 +64,33 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     seen: dict[str, str] = {}
     for shard, expected in sorted(read_index(folder).items()):
         path = folder / shard
-        if not path.is_file():
-            raise LauncherError(f"{path}: the index names this file and {missing(path)}; ./download.sh fetches it.")
-        header, start = read_header(path)
-        check_layout(path, header, start)
-        if expected and expected != set(header):
-            odd = min(expected ^ set(header))
-            where = "is in the index, not in the file" if odd in expected else "is in the file, not in the index"
-            raise LauncherError(f"{path}: {odd} {where}; {again(path)}")
+        header, start = check_shard(path, expected)
+        check_layout(path, header)
         for name, entry in header.items():
             if seen.setdefault(name, shard) != shard:
-                raise LauncherError(f"{path}: {name} is in {seen[name]} too, it belongs in one; {again(path)}")
+                raise LauncherError(f"{path}: {name} is in {seen[name]} too, it belongs in one; {restore(folder)}")
             begin, end = entry["data_offsets"]
             yield name, Tensor(entry["dtype"], tuple(entry["shape"]), end - begin, shard, start + begin)
 
 
-def missing(path: Path) -> str:
-    return f"is a link that leads nowhere ({path.readlink()})" if path.is_symlink() else "it is missing"
-
-
-def again(path: Path) -> str:
-    return f"`./download.sh verify --full` says which file is damaged, ./download.sh fetches it again ({path.name})."
-
-
-def check_layout(path: Path, header: Mapping[str, Mapping], start: int) -> None:
-    """Tensors lie one behind the other, without a gap, up to the file's end, each as long as its shape says."""
-    position = 0
+def check_layout(path: Path, header: Mapping[str, Mapping]) -> None:
+    """Tensors lie one behind the other without a gap, each as long as its shape says."""
+    position, name = 0, ""
     try:
-        order = sorted(header, key=lambda name: header[name]["data_offsets"])
-        for name in order:
+        for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
             entry = header[name]
             begin, end = entry["data_offsets"]
             length = prod(entry["shape"]) * ITEM_BYTES[entry["dtype"]]
             if begin != position or end - begin != length:
                 raise LauncherError(
                     f"{path}: {name} lies at {begin} to {end}, {entry['dtype']} {entry['shape']} belongs at {position} "
-                    f"to {position + length}; {again(path)}"
+                    f"to {position + length}; {restore(path.parent)}"
                 )
             position = end
     except (KeyError, TypeError, ValueError) as error:
-        raise LauncherError(f"{path}: its header has no usable entry for {name} ({error!r}); {again(path)}") from error
-    size = path.stat().st_size
-    if size != start + position:
-        raise LauncherError(f"{path}: has {size} bytes, its header describes {start + position}; {again(path)}")
+        raise LauncherError(
+            f"{path}: its header has no usable entry for {name} ({error!r}); {restore(path.parent)}"
+        ) from error
 
 
 # EXL3
@@ -236,7 +220,3 @@ def check_experts(folder: Path, config: Mapping, modules: Mapping[str, Exl3]) ->
 def read_weight_map(path: Path) -> dict[str, str]:
     """Tensor -> shard of an index file."""
     return {tensor: shard for shard, names in read_index(path.parent).items() for tensor in names}
-
-
-def shard_names(folder: Path) -> list[str]:
-    return sorted(read_index(folder)) if (folder / INDEX).is_file() else [SINGLE]

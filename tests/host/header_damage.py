@@ -98,7 +98,7 @@ def claim(**claims):
 
 DAMAGE = {
     "a byte is missing": (cut, r"has \d+ bytes, its header describes \d+"),
-    "only in the index": (only_in_index, r"model.layers.9.x is in the index, not in the file"),
+    "only in the index": (only_in_index, r"lacks model.layers.9.x, unlike the index"),
     "trellis of another type": (set_entry(f"{EXPERT}.trellis", dtype="F16"), r"trellis is F16 .*, I16 .* is expected"),
     "trellis of two dimensions": (set_entry(f"{EXPERT}.trellis", shape=[8, 1024]), r"trellis is I16 \[8, 1024\]"),
     "trellis of another rate": (set_entry(f"{EXPERT}.trellis", shape=[8, 64, 16]), r"F16 \[1024\].* is expected"),

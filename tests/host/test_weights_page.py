@@ -110,7 +110,7 @@ PRODUCERS = {
     "not used:": cached(flip),
     "this copy of the weights is damaged": cached(flip, offline=True),
     "files are not those of": after(changed, "verify"),
-    "is in the file, not in the index": after(mixed),
+    "unlike the index": after(mixed),
     "is no complete bundle": after(nothing, "--from", "/tmp"),
     "the bundle has no draft": bundled,
     "is not verified; run": after(nothing, "bundle", "/nowhere"),
