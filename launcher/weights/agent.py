@@ -167,7 +167,8 @@ def rsync(node: Node, source: Path, folder: str, work: str) -> list[str]:
         "setpriv", "--pdeathsig", "KILL", "--",
         "rsync", "--files-from=-", "--from0", "--copy-links", "--times", "--chmod=D755,F644", "--perms",
         "--ignore-times", f"--temp-dir={work}", f"--partial-dir={work}/partial",
-        "--info=progress2", "--no-human-readable", "--outbuf=N", "--secluded-args",
+        "--info=progress2", "--no-human-readable", "--outbuf=N",
+        "-s",  # no shell reads the paths; its long name is another one in older versions
         f"--rsync-path={remote.quoted(['flock', '--shared', f'{work}/lock', 'rsync']).decode()}",
         *remote.rsync_transport(node), f"{source}/", remote.rsync_target(node, f"{folder}/"),
     ]  # fmt: skip

@@ -97,7 +97,7 @@ def loopback_node(tmp_path_factory):
 @pytest.fixture
 def pair(loopback_node, monkeypatch):
     """Another node by SSH on loopback, and this process as the head; both homes are empty."""
-    for home in (loopback_node.head, loopback_node.worker):
+    for home in (loopback_node.head, loopback_node.worker, loopback_node.other):
         shutil.rmtree(home)
         home.mkdir()
     for name, value in loopback_node.environment.items():

@@ -72,20 +72,24 @@ class Link:
 
 
 class Loopback:
-    """`head` and `worker` are the two home folders; `environment` makes this process, or another, the head."""
+    """`head` and `worker` are two home folders; `environment` makes this process, or another, the head.
+
+    A second other node, `other`, is there for who wants three.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.head, self.worker = folder, folder / "head", folder / "worker"
-        for home in (self.head, self.worker, folder / "bin", folder / "worker-bin"):
-            home.mkdir()
+        self.folder, self.head, self.worker, self.other = folder, folder / "head", folder / "worker", folder / "other"
+        for name in ("head", "worker", "other", "bin", "worker-bin"):
+            (folder / name).mkdir()
         for name in ("host_key", "key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
         (folder / "authorized").write_text((folder / "key.pub").read_text())
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.sshd = self.start_sshd(port)
-        self.link = Link(port)
-        self.make_ssh()
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(exist_ok=True)
+        ports = unused_ports(2)
+        self.sshds = [self.start_sshd(home, port) for home, port in zip((self.worker, self.other), ports, strict=True)]
+        self.link = Link(ports[0])
+        self.make_ssh(ports[1])
         self.environment = {"HOME": str(self.head), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
         self.settings = {
             "HEAD_IP": "10.0.0.1", "WORKER_IP": "10.0.0.2", "SSH_USER": getpass.getuser(),
@@ -93,33 +97,39 @@ class Loopback:
             "RUN_DIR": str(folder / "run"),
         }  # fmt: skip
 
-    def start_sshd(self, port: int) -> subprocess.Popen:
-        (self.folder / "sshd_config").write_text(
+    def start_sshd(self, home: Path, port: int) -> subprocess.Popen:
+        config = self.folder / f"sshd_config_{home.name}"
+        config.write_text(
             f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {self.folder}/host_key\nPidFile none\nUsePAM no\n"
             f"AuthorizedKeysFile {self.folder}/authorized\nStrictModes no\nPasswordAuthentication no\n"
-            f"SetEnv HOME={self.worker} PATH={self.folder}/worker-bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin\n"
+            f"SetEnv HOME={home} PATH={self.folder}/worker-bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin\n"
         )
-        log = self.folder / "sshd.log"
-        if os.geteuid() == 0:
-            Path("/run/sshd").mkdir(exist_ok=True)
-        return subprocess.Popen(
-            ["/usr/sbin/sshd", "-D", "-f", str(self.folder / "sshd_config"), "-E", str(log)], start_new_session=True
-        )
+        log = self.folder / f"sshd_{home.name}.log"
+        return subprocess.Popen(["/usr/sbin/sshd", "-D", "-f", str(config), "-E", str(log)], start_new_session=True)
 
-    def make_ssh(self) -> None:
-        """ssh itself, led to the link and kept from the user's own files."""
+    def make_ssh(self, other_port: int) -> None:
+        """ssh itself, led to the link, or to the other node, and kept from the user's own files."""
         wrapper = self.folder / "bin" / "ssh"
         wrapper.write_text(
-            f"#!/bin/sh\nexec {shutil.which('ssh')} -F none -o HostName=127.0.0.1 -o Port={self.link.port} "
-            f"-o ConnectTimeout=30 "
+            f'#!/bin/sh\ncase "$*" in *10.0.0.3*) port={other_port} ;; *) port={self.link.port} ;; esac\n'
+            f"exec {shutil.which('ssh')} -F none -o HostName=127.0.0.1 -o Port=$port -o ConnectTimeout=30 "
             f'-o UserKnownHostsFile=/dev/null -o StrictHostKeyChecking=no "$@"\n'
         )
         wrapper.chmod(0o755)
 
     def close(self) -> None:
         self.link.close()
-        self.sshd.terminate()
-        self.sshd.wait()
+        for sshd in self.sshds:
+            sshd.terminate()
+            sshd.wait()
+
+
+def unused_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
 
 
 def fill(folder: Path, shards: int = 4, size: int = MIB, revision: str = REVISION) -> Verified:
@@ -140,5 +150,5 @@ def verify(folder: Path, names: list[str], revision: str = REVISION) -> Verified
     return verified
 
 
-def settings(node: Loopback, **changes: str) -> config.Config:
-    return config.load(topology.TOPOLOGIES["tp2"], None, ".env", node.settings | changes)
+def settings(node: Loopback, name: str = "tp2", **changes: str) -> config.Config:
+    return config.load(topology.TOPOLOGIES[name], None, ".env", node.settings | changes)

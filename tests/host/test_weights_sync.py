@@ -297,7 +297,26 @@ def test_the_heads_own_folder_is_recognised_and_not_copied(pair):
     assert not (small / ".exl3-sync").exists() and record.read(small) is None
 
 
-# Two at once, and killed ones
+# More nodes, two at once, and killed ones
+
+
+def test_of_two_other_nodes_one_that_fails_is_named_and_the_other_completed(pair):
+    fill(pair.head / "model")
+    three = settings(pair, "tp3", WORKER2_IP="10.0.0.3")
+    (pair.other / "model").write_text("in the way")
+    with pytest.raises(LauncherError) as caught:
+        sync.sync(three)
+    assert str(caught.value).startswith(f"node 2 (10.0.0.3): {pair.other}/model cannot be written")
+    assert_equal(pair)
+    (pair.other / "model").unlink()
+    said: list[str] = []
+    sync.tell(sync.sync(three), said.append)
+    assert said == [
+        "node 1 (10.0.0.2): MODEL_DIR was there and verified already.",
+        "node 2 (10.0.0.3): MODEL_DIR 5 of 5 files copied (4.0 MiB), all hashed there and right.",
+    ]
+    assert record.read(pair.other / "model").manifest == record.read(pair.head / "model").manifest
+
 
 SYNC = """
 import json, sys
