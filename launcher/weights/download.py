@@ -73,11 +73,15 @@ class Plan:
         return min(file.bytes, hub.size_of(place.part_of(self.job.folder, file.name)))
 
     @property
+    def linked(self) -> list[Wanted]:
+        """What needs no room."""
+        return [file for file in self.absent if file.name in self.local
+                and place.can_link(self.local[file.name], self.job.folder)]  # fmt: skip
+
+    @property
     def needed_bytes(self) -> int:
         """More room than is taken already."""
-        linked = [file for file in self.absent if file.name in self.local
-                  and place.can_link(self.local[file.name], self.job.folder)]  # fmt: skip
-        return sum(file.bytes - self.part_bytes(file) for file in self.absent if file not in linked)
+        return sum(file.bytes - self.part_bytes(file) for file in set(self.absent) - set(self.linked))
 
 
 # Planning
@@ -167,6 +171,8 @@ def ask_hub(pack: Pack, options: Options) -> tuple[Pack, list[Wanted]]:
 def gone(pack: Pack, error: Gone) -> LauncherError:
     seen = f"{pack.id} at {pack.revision[:12]} is not to be had from {hub.endpoint()} ({error})"
     token = "; if HF_TOKEN or a Hub login is set, see that it is valid" if "401" in str(error) else ""
+    if "Gated" in str(error):
+        token = f"; {pack.page} tells how to get access, HF_TOKEN then carries it"
     others = [*packs.twins(pack), *(other for other in packs.of_kind(pack.kind)
                                     if other not in (pack, *packs.twins(pack)))]  # fmt: skip
     if not others:
@@ -231,7 +237,10 @@ def describe(made: Plan) -> Iterator[str]:
     parts = {
         "verified": [file for file in made.wanted if file.name in state.verified],
         "there, to be hashed": state.unverified,
-        "from this machine": [file for file in made.absent if file.name in made.local],
+        "to be linked from this machine": made.linked,
+        "to be copied from this machine": [
+            file for file in made.absent if file.name in made.local and file not in made.linked
+        ],
         "to be fetched": made.fetched,
     }
     for word, files in parts.items():

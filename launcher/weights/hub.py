@@ -118,7 +118,8 @@ def stream(pack: Pack, wanted: Wanted, part: Path, on_bytes, stop: threading.Eve
     timeout = httpx2.Timeout(constants.HF_HUB_DOWNLOAD_TIMEOUT)
     with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
         hf_raise_for_status(response)
-        check_origin(pack, wanted, (response.history or [response])[0].headers)
+        for one in (*response.history, response):
+            check_origin(pack, wanted, one.headers)
         with part.open("ab") as file:
             if offset and response.status_code != 206:
                 file.truncate(0)

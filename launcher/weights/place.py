@@ -317,8 +317,10 @@ def copy(source: Path, part: Path, file: Wanted, on_bytes, stop: threading.Event
 
 
 def can_link(source: Path, folder: Path) -> bool:
-    """Whether a hard link is likely: the same file system. (One that is refused becomes a copy.)"""
-    return source.stat().st_dev == nearest(folder).stat().st_dev
+    """Whether a hard link will be allowed: on the same file system, of a file that is this user's to write."""
+    found = source.stat()
+    is_own = os.geteuid() in (0, found.st_uid) or os.access(source, os.W_OK)
+    return is_own and found.st_dev == nearest(folder).stat().st_dev
 
 
 def nearest(path: Path) -> Path:

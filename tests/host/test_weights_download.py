@@ -210,6 +210,13 @@ def test_a_pack_that_goes_in_the_middle_leaves_what_its_twin_goes_on_with(hub_ma
     assert hub_machine.hub.sent == {name: len(content) for name, content in files.items()}
 
 
+def test_a_gated_pack_says_where_access_is_given(hub_machine):
+    hub_machine.publish(shards=3)
+    hub_machine.hub.faults = [Fault("/api/models/first/", status=403, headers={"X-Error-Code": "GatedRepo"}, times=9)]
+    said = hub_machine.call().said
+    assert "(HTTP 403 GatedRepo); https://huggingface.co/first/model tells how to get access" in said
+
+
 def test_a_draft_that_is_gone_has_no_other_source(hub_machine):
     hub_machine.publish(shards=3)
     del hub_machine.hub.repos["some/draft"]
@@ -236,9 +243,10 @@ def test_a_whole_snapshot_is_adopted_without_a_second_copy(hub_machine, monkeypa
     files = hub_machine.publish(shards=3)
     snapshot = fill_cache(hub_machine.cache, hub_machine.table[0], files)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub_machine.must()
+    said = hub_machine.must()
     assert read_folder(hub_machine.model) == files
     assert inodes(hub_machine.model) == inodes(snapshot)
+    assert "to be linked from this machine: 7 files" in said
     assert not any(path.is_symlink() for path in hub_machine.model.rglob("*"))
     assert hub_machine.hub.requests == []
 

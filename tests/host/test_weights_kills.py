@@ -2,9 +2,11 @@
 
 import os
 import random
+import signal
 import time
 from pathlib import Path
 
+import pytest
 from small_packs import read_folder
 
 from launcher.errors import Exit
@@ -31,6 +33,15 @@ def check_nothing_came_twice(asked: list[tuple[str, int]], before: dict[str, int
             assert start == before.get(name, 0), (name, start, before)
             assert before.get(name, 0) < len(files[name])
         begun.add(name)
+
+
+@pytest.mark.parametrize("asked", [[("a", 0)], [("a", 4)], [("b", 0)]])
+def test_the_judge_sees_what_came_twice(asked):
+    """Part `a` has 5 of its 10 bytes, `b` is whole."""
+    files, before = {"a": bytes(10), "b": bytes(3)}, {"a": 5, "b": 3}
+    check_nothing_came_twice([("a", 5)], before, files)
+    with pytest.raises(AssertionError):
+        check_nothing_came_twice(asked, before, files)
 
 
 def test_killed_at_any_moment_it_goes_on_where_it_was(hub_machine):
@@ -64,10 +75,12 @@ def kill_one(hub_machine, folder: Path, chance: random.Random, remaining: int) -
 
 def finish(hub_machine, folder: Path, files: dict[str, bytes]) -> None:
     """A last run without interruption: exactly what was missing comes, and the tree is the published one."""
-    before, first, sent = on_disk(folder, files), len(hub_machine.hub.asked), hub_machine.hub.sent.total()
+    before, first = on_disk(folder, files), len(hub_machine.hub.asked)
     hub_machine.must(MODEL_DIR=str(folder))
-    check_nothing_came_twice(hub_machine.hub.asked[first:], before, files)
-    assert hub_machine.hub.sent.total() - sent == sum(map(len, files.values())) - sum(before.values())
+    asked = hub_machine.hub.asked[first:]
+    check_nothing_came_twice(asked, before, files)
+    came = sum(len(files[name]) - start for name, start in asked)
+    assert came == sum(map(len, files.values())) - sum(before.values())
     assert read_folder(folder) == files
     assert record.unchanged(folder, record.read(folder)) == []
 
@@ -91,6 +104,20 @@ def test_a_second_download_is_refused_with_the_first_ones_number(hub_machine):
     assert running.wait().code == Exit.OK
     assert read_folder(hub_machine.model) == files
     assert hub_machine.hub.sent == {name: len(content) for name, content in files.items()}
+
+
+def test_ctrl_c_says_that_what_arrived_is_kept(hub_machine):
+    files = hub_machine.publish(shards=4, filler=100_000)
+    hub_machine.hub.bytes_per_s = 100_000
+    running = hub_machine.start()
+    wait_for(lambda: hub_machine.hub.sent.total() > 100_000)
+    os.kill(running.process.pid, signal.SIGINT)
+    done = running.wait()
+    assert done.code == Exit.INTERRUPTED
+    assert "Interrupted; what has arrived is kept, and the same command goes on from there" in done.said
+    assert "Traceback" not in done.said
+    hub_machine.hub.bytes_per_s = 0
+    finish(hub_machine, hub_machine.model, files)
 
 
 def test_memory_stays_below_300_mb(hub_machine):
