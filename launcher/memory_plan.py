@@ -11,6 +11,7 @@ from launcher.facts import NodeFacts
 from launcher.findings import GIB, Context, Verdict, each_node, failed, gib, passed, warned
 from launcher.weights import contents
 from launcher.weights.contents import Contents
+from launcher.weights.meter import size
 
 # Activations of one step and CUDA graphs; owners of the older recipe report 3.9 GiB, not measured with this one.
 WORKING_BYTES = 4 * GIB
@@ -64,7 +65,7 @@ def notes(config) -> Iterator[str]:
     found = contents_of(config)
     if isinstance(found, Contents):
         yield f"the checkpoint: {found.describe()}."
-        yield f"its weights take {gib(weights_bytes(config, found))} on the fullest node, by the headers."
+        yield f"its weights take {size(weights_bytes(config, found))} on the fullest node, by the headers."
 
 
 @each_node("memory-plan", "memory")

@@ -40,6 +40,7 @@ class Fault:
     longer: int = 0  # the body goes on with so many zeros
     wrong_at: int = -1  # the byte there is another one
     commit: str = ""  # the revision that the answer claims
+    stall_s: float = 0  # a pause before the body, in which nothing comes
     no_ranges: bool = False  # every body from its beginning
 
     def takes(self, path: str) -> bool:
@@ -198,6 +199,7 @@ def body(hub, request, name: str, content: bytes, headers: dict, fault: Fault | 
 
 def send(hub, request, name: str, content: bytes, fault: Fault) -> None:
     end = len(content) if fault.cut < 0 else min(fault.cut, len(content))
+    time.sleep(fault.stall_s)
     for position in range(0, end, PIECE):
         piece = content[position : min(end, position + PIECE)]
         request.wfile.write(piece)

@@ -67,4 +67,4 @@ def test_the_plan_says_what_the_checkpoint_is_and_takes():
     config = settings("tp2", MODEL_DIR=str(LOCAL))
     text = cluster_plan.describe(cluster_plan.make(config, more_notes=memory_plan.notes(config)))
     assert "# Note: the checkpoint: 72 EXL3 matrices at 4 bits (mcg), experts of layers 1-3, 0 beside them" in text
-    assert "its weights take 0.0 GiB on the fullest node, by the headers." in text
+    assert "its weights take 3.5 MiB on the fullest node, by the headers." in text

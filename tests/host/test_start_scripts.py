@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import time
 
 import pytest
@@ -45,6 +46,12 @@ def test_weights_need_no_addresses_and_no_network_to_say_what_is_missing(tmp_pat
     done = subprocess.run([REPOSITORY / "download.sh", "--dry-run"], env=environment,
                           capture_output=True, text=True, timeout=120)  # fmt: skip
     assert done.returncode == 3 and "HF_HUB_OFFLINE is set" in done.stderr
+
+
+def test_a_start_has_nothing_with_which_to_ask_the_hub():
+    code = "import sys, launcher.cluster; print([name for name in sys.modules if name.startswith(('hugging', 'http'))])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "huggingface_hub" not in done.stdout and "httpx" not in done.stdout
 
 
 def test_check_lists_every_failure_quickly_where_there_is_no_spark():

@@ -86,6 +86,21 @@ def test_what_passes_is_waited_for_by_name_and_nothing_comes_twice(hub_machine, 
     assert hub_machine.hub.sent == {name: len(content) for name, content in files.items()}
 
 
+def test_a_stream_that_stalls_is_opened_again(hub_machine, monkeypatch):
+    files = hub_machine.publish(shards=3)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
+    hub_machine.hub.faults = [Fault("/lfs/", stall_s=3)]
+    assert re.search(r"model-\S+: ReadTimeout .*; trying again in 0.01 s", hub_machine.must())
+    assert read_folder(hub_machine.model) == files
+
+
+def test_a_slow_stream_is_waited_for(hub_machine):
+    files = hub_machine.publish(shards=3)
+    hub_machine.hub.bytes_per_s = 100_000
+    assert "trying again" not in hub_machine.must()
+    assert read_folder(hub_machine.model) == files
+
+
 def test_a_server_without_ranges_sends_that_file_again(hub_machine):
     files = hub_machine.publish(shards=3)
     hub_machine.hub.faults = [Fault("/lfs/", cut=20_000), Fault("/lfs/", no_ranges=True)]
