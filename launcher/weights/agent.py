@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher import remote
+from launcher import probe, remote
 from launcher.errors import Exit, LauncherError
 from launcher.remote import Node
 from launcher.weights import hashing, record
@@ -20,7 +20,6 @@ from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
 WORKER = Path(__file__).with_name("worker.py")
 HASHING = Path(hashing.__file__)
 GIB = 1 << 30
-NOT_FOREIGN = ("canary.json",)  # the user's own questions lie beside the weights
 # bytes, per cent, rate, time; what the other side complains about can follow on the same line
 PROGRESS = re.compile(rb"\s*(\d+)\s+\d+%\s+\S+\s+[\d:?]+\s*(?:\(xfr[^)]*\))?\s*")
 
@@ -88,7 +87,7 @@ def seen_of(reply: Mapping) -> Seen:
         old=read_record(reply["record"]),
         stats={name: stat and FileStat(*stat) for name, stat in reply["stats"].items()},
         folders=tuple(reply["folders"]),
-        others=tuple(name for name in reply["others"] if name not in NOT_FOREIGN),
+        others=tuple(name for name in reply["others"] if name not in probe.USERS_OWN),
         missing_programs=tuple(name for name, path in reply["programs"].items() if not path),
         mount=tuple(reply["mount"]),
     )

@@ -43,13 +43,14 @@ class Folder:
             "record": text_or_none(self.record),
             "stats": {name: stat_or_none(self.path / name) for name in names},
             "folders": [name for name in names if (self.path / name).is_dir()],
-            "others": self.others(set(names)),
+            "others": self.others(names),
             "programs": {name: shutil.which(name) or "" for name in ("rsync", "flock")},
             "mount": mount_of(self.path),
         }
 
     def others(self, names):
-        """Visible files at the top that nobody asked for."""
+        """What is visible at the top and is none of these names, nor a folder of one."""
+        names = {name.partition("/")[0] for name in names}
         try:
             found = sorted(os.listdir(str(self.path)))
         except OSError:

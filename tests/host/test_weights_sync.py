@@ -96,13 +96,15 @@ def test_draft_and_folders_below_go_too(pair):
     assert_equal(pair, "model")
     assert_equal(pair, "draft")
     assert "DRAFT_DIR 1 of 1 files copied" in said
+    assert "left alone" not in run(pair, SPEC_METHOD="dflash", DRAFT_DIR="~/draft")
 
 
 def test_an_empty_worker_and_a_foreign_path(pair):
     """Signs that a shell would read arrive as they are."""
     name = "a b'c;touch x&"
     fill(pair.head / name, shards=1)
-    run(pair, MODEL_DIR=f"~/{name}")
+    key = shutil.copy(pair.settings["SSH_KEY"], pair.head / "the head's key")
+    run(pair, MODEL_DIR=f"~/{name}", SSH_KEY=str(key))
     assert_equal(pair, name)
     assert not (pair.worker / "x").exists()
 
