@@ -83,7 +83,8 @@ def target_of(path: Path) -> Path | None:
 
 def missing_shards(files: Mapping[str, Path], pack: Pack) -> list[str]:
     """What a whole pack has and this has not; by its index, and by the number of shards that the pack is known for."""
-    missing = [name for name in ("config.json",) if name not in files]
+    needed = ("config.json", "tokenizer.json") if pack.kind == "model" else ("config.json",)
+    missing = [name for name in needed if name not in files]
     if INDEX not in files:
         return missing if pack.shards == 1 and SINGLE in files else [*missing, INDEX if pack.shards > 1 else SINGLE]
     try:

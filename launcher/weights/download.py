@@ -106,8 +106,11 @@ def plan(job: Job, options: Options) -> Plan:
 
 
 def fits(job: Job, present: Verified) -> bool:
-    """Whether what is there may stay: any pack where none is asked for, and the same bytes under another name."""
-    asked = packs.by_id(job.source)
+    """Whether what is there may stay: any pack where none is asked for, and the same bytes under another name; but not
+    what the table has at another revision by now."""
+    asked, known = packs.by_id(job.source), packs.by_id(present.manifest.pack)
+    if known and known.revision != present.manifest.revision:
+        return False
     return asked is None or present.manifest.pack in {asked.id, *(twin.id for twin in packs.twins(asked))}
 
 
@@ -203,14 +206,15 @@ def refuse_other(made: Plan) -> None:
 
 
 def refuse_foreign(job: Job, pack: str, wanted: Sequence[Wanted], state: State) -> None:
-    """Another checkpoint is not a damaged one: nothing of it is moved."""
+    """Another checkpoint is not a damaged one: nothing of it is moved. By sizes, and what hashes have shown so far."""
     shards = {file.name for file in wanted if file.name.endswith(".safetensors")}
-    bad = [one for one in state.bad if one.name in shards and one.found.isdigit()]
-    right = [name for name in shards if name in state.verified or any(name == one.name for one in state.unverified)]
+    bad = [one for one in state.bad if one.name in shards and one.is_other_content]
+    right = shards & {*state.verified, *(file.name for file in state.unverified)}
     if len(bad) > max(1, len(right)) or has_other_shards(job.folder, shards):
+        seen = f"{len(bad)} of its shards differ, first {bad[0]}" if bad else f"{INDEX} names other shards"
         raise LauncherError(
-            f"{job.folder}: holds another checkpoint than {pack} ({len(bad)} of its shards have other sizes); set "
-            f"{job.setting} to another folder or move this one away. To serve it as it is: ./download.sh verify --own."
+            f"{job.folder}: holds another checkpoint than {pack} ({seen}); set {job.setting} to another folder or move "
+            f"this one away. To serve it as it is: ./download.sh verify --own."
         )
 
 
@@ -333,15 +337,9 @@ def check_unverified(made: Plan, filling: Filling) -> None:
     """Files of the right size that nobody has hashed yet."""
     state = made.state
     if state.unverified:
-        bad = filling.verify_in_place(f"{made.job.kind} hashes", state.unverified)
-        by_name = {file.name for file in state.unverified if file.name.endswith(".safetensors")}
-        if len(bad) > 1 and len([one for one in bad if one.name in by_name]) * 2 > len(by_name):
-            raise LauncherError(
-                f"{made.job.folder}: holds another checkpoint than {made.name} ({len(bad)} files differ, first "
-                f"{bad[0]}); set {made.job.setting} to another folder or move this one away. To serve it as it is: "
-                f"./download.sh verify --own."
-            )
-        state.bad += bad
+        state.bad += filling.verify_in_place(f"{made.job.kind} hashes", state.unverified)
+        state.verified, state.unverified = dict(filling.verified), []
+        refuse_other(made)
     for kept in filling.put_aside(state.bad):
         console.say(f"  moved aside: {kept}")
 

@@ -39,6 +39,11 @@ class Bad:
     expected: str
     found: str
 
+    @property
+    def is_other_content(self) -> bool:
+        """A file with bytes of its own, by size or hash; not a link or a folder in its place."""
+        return self.found.isdigit() or "SHA-" in self.found
+
     def __str__(self) -> str:
         return f"{self.name}: expected {self.expected}, found {self.found}"
 
@@ -107,7 +112,7 @@ def file_errors(folder: Path) -> Iterator[None]:
 
 
 def look(folder: Path, wanted: Sequence[Wanted]) -> State:
-    """By stats alone; reads nothing but the records. Raises LauncherError for an unreadable record."""
+    """By the records and stats; reads small files at most. Raises LauncherError for an unreadable record."""
     known = {}
     for one in (record.read(folder), record.read(folder / PARTIAL)):
         if one:
@@ -123,12 +128,14 @@ def look(folder: Path, wanted: Sequence[Wanted]) -> State:
             state.bad.append(
                 Bad(file.name, "a file, since a container cannot follow links", f"a link to {path.resolve()}")
             )
-        elif file.name in known and is_same(known[file.name][0], file):
+        elif file.name in known and is_same(known[file.name][0], file, path):
             state.verified[file.name] = known[file.name]
         elif not os.path.lexists(path):
             state.missing.append(file)
         else:
             sort_in(state, file, path)
+    for name in sorted(set(known) - {file.name for file in wanted}):
+        state.bad.append(Bad(name, "nothing", "a file of an earlier revision"))
     return state
 
 
@@ -151,9 +158,11 @@ def what_lies_at(path: Path) -> str:
     return "a folder" if path.is_dir() else "something that is no file"
 
 
-def is_same(entry: FileEntry, file: Wanted) -> bool:
-    """Whether a verified file is the wanted one; where only git's hash is known, its size speaks, and the revision."""
-    return entry.bytes == file.bytes and (not file.sha256 or entry.sha256 == file.sha256)
+def is_same(entry: FileEntry, file: Wanted, path: Path) -> bool:
+    """Whether a verified file is the wanted one. Where only git's hash is known, which small files have, it is read."""
+    if entry.bytes != file.bytes:
+        return False
+    return entry.sha256 == file.sha256 if file.sha256 else git_sha1(path) == file.git_sha1
 
 
 # Hashes

@@ -1,5 +1,6 @@
 """./download.sh against a small Hub: what is fetched, what is not, what goes wrong and is made good."""
 
+import dataclasses
 import re
 
 import pytest
@@ -8,7 +9,7 @@ from huggingface_hub import constants
 from small_packs import STALE, draft_files, fill_cache, model_files, read_folder, write_folder
 
 from launcher.errors import Exit
-from launcher.weights import hub, meter, record
+from launcher.weights import hub, meter, packs, record
 
 SHARD = "model-00002-of-00003.safetensors"
 
@@ -312,6 +313,17 @@ def test_a_loop_of_links_in_the_cache_is_a_link_that_leads_nowhere(hub_machine):
     assert not hub_machine.hub.sent  # its blob is there, whatever the link says
 
 
+def test_a_snapshot_without_the_tokenizer_is_not_whole(hub_machine):
+    """As some engines leave it, which fetch only what they read."""
+    files = hub_machine.publish(shards=3)
+    snapshot = fill_cache(hub_machine.cache, hub_machine.table[0], files)
+    (snapshot / "tokenizer.json").resolve().unlink()
+    (snapshot / "tokenizer.json").unlink()
+    hub_machine.must()
+    assert read_folder(hub_machine.model) == files
+    assert hub_machine.hub.sent == {"tokenizer.json": 2}
+
+
 def test_a_stale_snapshot_gives_what_it_shares_and_is_not_served(hub_machine):
     files = hub_machine.publish(shards=3)
     stale = files | {SHARD: model_files(3, seed=5)[SHARD], "config.json": b'{"old": 1}'}
@@ -399,6 +411,16 @@ def test_a_loop_of_links_in_the_folder_is_moved_aside(hub_machine):
     assert read_folder(hub_machine.model) == files
 
 
+def test_a_folder_of_dangling_links_is_filled(hub_machine):
+    files = hub_machine.publish(shards=3)
+    hub_machine.model.mkdir()
+    for name in files:
+        (hub_machine.model / name).parent.mkdir(exist_ok=True)
+        (hub_machine.model / name).symlink_to("/nowhere")
+    hub_machine.must()
+    assert read_folder(hub_machine.model) == files
+
+
 @pytest.mark.parametrize("other", [model_files(3, filler=8, seed=3), model_files(3, seed=3), model_files(4, seed=3)],
                          ids=["other sizes", "same sizes", "other names"])  # fmt: skip
 def test_another_checkpoint_is_left_alone(hub_machine, other):
@@ -417,6 +439,22 @@ def test_another_pack_than_was_asked_for_is_left_alone(hub_machine):
     done = hub_machine.call(WEIGHTS_SOURCE="third/model")
     assert done.code == Exit.REFUSED and "holds first/model, and WEIGHTS_SOURCE asks for third/model" in done.said
     assert read_folder(hub_machine.model) == before
+
+
+def test_another_revision_in_the_table_brings_only_what_differs(hub_machine, monkeypatch):
+    files = hub_machine.publish(shards=3)
+    hub_machine.must()
+    newer = {**files, SHARD: model_files(3, seed=5)[SHARD], "tokenizer.json": b"[]"}  # of the same sizes
+    del newer["assets/notes.md"]
+    table = (dataclasses.replace(hub_machine.table[0], revision="e" * 40), *hub_machine.table[1:])
+    monkeypatch.setattr(packs, "PACKS", table)
+    hub_machine.hub.repos["first/model"]["e" * 40] = newer
+    sent = hub_machine.hub.sent.copy()
+    hub_machine.must()
+    assert hub_machine.hub.sent - sent == {name: len(newer[name]) for name in (SHARD, "tokenizer.json")}
+    assert read_folder(hub_machine.model) == newer
+    assert record.read(hub_machine.model).manifest.revision == "e" * 40
+    assert (hub_machine.model / ".aside/assets/notes.md").exists()
 
 
 def test_a_checkpoint_whose_headers_are_wrong_gets_no_record(hub_machine):
