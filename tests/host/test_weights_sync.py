@@ -16,6 +16,7 @@ import pytest
 from loopback import MIB, REVISION, fill, settings, verify
 from page_cache import resident_bytes
 
+from launcher import console
 from launcher.errors import LauncherError
 from launcher.weights import agent, record, sync, worker
 
@@ -107,6 +108,22 @@ def test_an_empty_worker_and_a_foreign_path(pair):
     run(pair, MODEL_DIR=f"~/{name}", SSH_KEY=str(key))
     assert_equal(pair, name)
     assert not (pair.worker / "x").exists()
+
+
+@pytest.mark.parametrize("line, done, rest", [
+    (b"     21823488   5%   19.83MB/s    0:00:19  ", b"21823488", b""),
+    (b"      1048576  25%  968.75MB/s    0:00:00 (xfr#1, to-chk=3/4)", b"1048576", b""),
+    (b"        32768   0%    0.00kB/s    0:00:00  rsync: no room", b"32768", b"rsync: no room"),
+])  # fmt: skip
+def test_progress_of_rsync_is_read_and_what_follows_it_is_kept(line, done, rest):
+    found = agent.PROGRESS.match(line)
+    assert (found[1], line[found.end() :]) == (done, rest)
+
+
+def test_time_left_is_told_by_the_rate_so_far():
+    step = agent.Step("copying", 50 << 30, 164 << 30, time.monotonic() - 100)
+    assert str(step) == "copying 50.0 GiB of 164.0 GiB, 0.5 GiB/s, 4 min left"
+    assert str(agent.Step()) == "looking"
 
 
 # What is there already
@@ -436,7 +453,9 @@ def kill_receivers(node) -> None:
             continue
 
 
-def test_ctrl_c_ends_it_and_what_had_arrived_is_kept(pair):
+def test_ctrl_c_ends_it_and_what_had_arrived_is_kept(pair, monkeypatch, capfd):
+    """Until then, each node's progress is told."""
+    monkeypatch.setattr(console, "HEARTBEAT_S", 0)
     fill(pair.head / "model", shards=4, size=2 * MIB)
     pair.link.bytes_per_s = 4 * MIB
     began = pair.link.sent
@@ -447,6 +466,7 @@ def test_ctrl_c_ends_it_and_what_had_arrived_is_kept(pair):
     timer.join()
     pair.link.bytes_per_s, sent = None, pair.link.sent
     assert sent - began < 5 * MIB
+    assert re.search(r"node 1: copying [\d.]+ MiB of 8\.0 MiB, [\d.]+ MiB/s, \d+ s left", capfd.readouterr().err)
     run(pair)
     assert_equal(pair)
     assert pair.link.sent - sent < 6 * MIB
