@@ -1,17 +1,20 @@
 """The launcher's header pass refuses what the plugin would refuse at load, and passes what it would load."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "host"))
 
+from header_damage import DAMAGE, LOCAL, copy_local
 from vllm_exl3.checkpoint import check_claims, read_layout
 from vllm_exl3.format import Exl3FormatError
 
 from launcher.errors import LauncherError
 from launcher.weights import contents
-from tests.host.header_damage import DAMAGE, LOCAL, copy_local
 
 
 def plugin_reads(folder):
