@@ -346,7 +346,7 @@ def check_unverified(made: Plan, filling: Filling) -> None:
 
 def bring_local(made: Plan, filling: Filling) -> None:
     files = [file for file in made.absent if file.name in made.local]
-    bad = bring_all(made, filling, files, place.from_files(made.local), 4)
+    bad = bring_twice(made, filling, files, place.from_files(made.local), 4)
     if bad:
         console.say("\n".join(f"  not used: {one}" for one in bad))
         if made.pack is None or hub.is_offline():
@@ -357,21 +357,24 @@ def bring_local(made: Plan, filling: Filling) -> None:
 
 def bring_fetched(made: Plan, filling: Filling, options: Options) -> None:
     files = [file for file in made.fetched if file.name not in filling.verified]
-    if not files:
-        return
-    if made.pack is None:
+    if files and made.pack is None:
         raise LauncherError(f"{made.job.folder}: {files[0].name} is not in the source; it is incomplete.")
-    source = partial(hub.fetch, made.pack)
-    bad = bring_all(made, filling, files, source, options.streams)
-    again = [file for file in files if file.name in {one.name for one in bad}]
-    if again:
-        console.say("\n".join(f"  wrong bytes, fetched once more: {one}" for one in bad))
-        bad = bring_all(made, filling, again, source, options.streams)
+    bad = bring_twice(made, filling, files, partial(hub.fetch, made.pack), options.streams)
     if bad:
         raise LauncherError(
             f"{bad[0]}. {hub.endpoint()} sent wrong bytes twice; what is right is kept. Try another endpoint "
             f"(HF_ENDPOINT), another source (WEIGHTS_SOURCE), or later."
         )
+
+
+def bring_twice(made: Plan, filling: Filling, files: Sequence[Wanted], source, workers: int) -> list[Bad]:
+    """What is wrong even the second time: the first may have gone on from a part that a loss of power damaged."""
+    bad = bring_all(made, filling, files, source, workers)
+    if not bad:
+        return []
+    console.say("\n".join(f"  wrong bytes, once more from the beginning: {one}" for one in bad))
+    names = {one.name for one in bad}
+    return bring_all(made, filling, [file for file in files if file.name in names], source, workers)
 
 
 def bring_all(made: Plan, filling: Filling, files: Sequence[Wanted], source, workers: int) -> list[Bad]:

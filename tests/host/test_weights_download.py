@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from small_packs import STALE, draft_files, fill_cache, model_files, read_folder, write_folder
 
 from launcher.errors import Exit
-from launcher.weights import hub, meter, packs, record
+from launcher.weights import hub, meter, packs, place, record
 
 SHARD = "model-00002-of-00003.safetensors"
 
@@ -145,7 +145,8 @@ def test_an_end_that_does_not_come_is_an_error_and_what_arrived_stays(hub_machin
 def test_wrong_bytes_are_fetched_once_more(hub_machine):
     files = hub_machine.publish(shards=3)
     hub_machine.hub.faults = [Fault(f"/lfs/{sha256(files[SHARD])}", wrong_at=1_000)]
-    assert f"wrong bytes, fetched once more: {SHARD}: expected SHA-256 {sha256(files[SHARD])}" in hub_machine.must()
+    expected = f"wrong bytes, once more from the beginning: {SHARD}: expected SHA-256 {sha256(files[SHARD])}"
+    assert expected in hub_machine.must()
     assert read_folder(hub_machine.model) == files
     assert hub_machine.hub.sent[SHARD] == 2 * len(files[SHARD])
     assert all(count == len(files[name]) for name, count in hub_machine.hub.sent.items() if name != SHARD)
@@ -356,6 +357,17 @@ def test_a_damaged_blob_is_not_used_and_fetched_instead(hub_machine):
     assert hub_machine.hub.sent == {SHARD: len(files[SHARD])}
 
 
+def test_a_damaged_part_is_begun_again(hub_machine):
+    """As a loss of power leaves it: the size is there, the bytes are not."""
+    files = hub_machine.publish(shards=3)
+    part = place.part_of(hub_machine.model, SHARD)
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(9_000))
+    said = hub_machine.must()
+    assert f"wrong bytes, once more from the beginning: {SHARD}" in said
+    assert read_folder(hub_machine.model) == files
+
+
 def test_a_damaged_blob_without_a_network_is_an_error(hub_machine, monkeypatch):
     files = hub_machine.publish(shards=3)
     snapshot = fill_cache(hub_machine.cache, hub_machine.table[0], files)
@@ -478,6 +490,14 @@ def test_the_meter_says_rate_and_time_left():
     assert counted.text() == "3.0 GiB of 10.0 GiB, 102.4 MiB/s, 1 min left"
     assert counted.text().startswith("3.0 GiB of 10.0 GiB, 34.1 MiB/s")  # lately, not since the beginning
     assert counted.text() == "3.0 GiB of 10.0 GiB, 0 B/s"
+
+
+def test_the_table_is_pinned_and_says_what_restricts():
+    for pack in packs.PACKS:
+        assert re.fullmatch(r"[0-9a-f]{40}", pack.revision) and pack.shards and pack.bytes > 1 << 30
+        assert bool(pack.restricts) == (pack.licence != "Apache-2.0")
+    default, twin = packs.of_kind("model")[:2]
+    assert default.id == "Mia-AiLab/GLM-5.3-Flash-EXL3-TR3-4bpw" and packs.twins(default) == [twin]
 
 
 def test_settings_of_several_topologies_must_agree(hub_machine):

@@ -13,9 +13,10 @@ from huggingface_hub.utils import get_session
 from small_packs import fill_cache, read_folder
 
 from launcher.errors import Exit
-from launcher.weights import record
+from launcher.weights import place, record
 
 CLONE_NEWNS = 0x20000
+SHARD = "model-00001-of-00003.safetensors"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: needs root")
 can_mount = os.geteuid() == 0 and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
 needs_mounts = pytest.mark.skipif(not can_mount, reason="mounts: needs root with that right")
@@ -106,6 +107,10 @@ def test_a_cache_on_another_disk_is_copied_once(hub_machine):
     subprocess.run(tmpfs(disk, "size=1m"), check=True)
     try:
         fill_cache(hub_machine.cache, hub_machine.table[0], files)
+        for number, begin in ((1, files[SHARD][:7_000]), (3, bytes(7_000))):  # of an earlier copy; the second damaged
+            part = place.part_of(disk / "model", SHARD.replace("1-of", f"{number}-of"))
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(begin)
         hub_machine.must(MODEL_DIR=str(disk / "model"))
         assert read_folder(disk / "model") == files and hub_machine.hub.requests == []
     finally:
