@@ -29,29 +29,38 @@ def run(jobs: Sequence[Job], options: Options, *, full: bool, own: bool) -> None
                 f"{job.setting} {job.folder}: there is no such folder; ./download.sh makes and fills it."
             )
         with place.lock(job.folder), place.file_errors(job.folder):
-            verified = verify_own(job) if own else verify_one(job, options, full=full)
+            takes_own = own and not is_known(job)
+            verified = verify_own(job) if takes_own else verify_one(job, options, full=full)
         console.say(f"{job.setting} {job.folder}: {len(verified.stats)} files of {verified.manifest.pack}, "
                     f"{size(verified.manifest.total_bytes)}, verified")  # fmt: skip
 
 
+def is_known(job: Job) -> bool:
+    """A folder that is verified as one of the table's packs stays that."""
+    present = record.read(job.folder)
+    return bool(present and packs.by_id(present.manifest.pack) and not record.unchanged(job.folder, present))
+
+
 def verify_one(job: Job, options: Options, *, full: bool) -> Verified:
-    """Hashes what is not known to be unchanged since it was last right; all of it with `full`."""
+    """Hashes what is not known to be unchanged since it was last right; all of it with `full`.
+
+    The record stays until something is found to be wrong, so that an interrupted look takes nothing away.
+    """
     present = record.read(job.folder)
     name, revision, wanted = expected(job, present, options)
-    if full:
-        record.remove(job.folder)
-        record.remove(job.folder / place.PARTIAL)
     state = place.look(job.folder, wanted)
-    if not full and present and len(state.verified) == len(wanted):
+    if full:
+        state.unverified += [file for file in wanted if file.name in state.verified]
+        state.verified = {}
+    elif present and len(state.verified) == len(wanted):
         return present
-    absent = [Bad(file.name, f"{file.bytes} bytes", "nothing") for file in state.missing]
     filling = Filling(job.folder, name, revision)
     filling.accept(state.verified)
-    record.remove(job.folder)
-    bad = [*state.bad, *absent]
+    bad = [*state.bad, *(Bad(file.name, f"{file.bytes} bytes", "nothing") for file in state.missing)]
     if state.unverified:
         bad += filling.verify_in_place(f"{job.kind} hashes", state.unverified)
     if bad:
+        record.remove(job.folder)
         shown = "".join(f"\n  {one}" for one in bad[:10]) + ("\n  ..." if len(bad) > 10 else "")
         raise LauncherError(
             f"{job.setting} {job.folder}: {len(bad)} of {len(wanted)} files are not those of {name}:{shown}\n"

@@ -1,6 +1,7 @@
 """./download.sh verify: bad files are named, only they are fetched again, and what was verified is known at once."""
 
 import os
+import shutil
 import time
 
 import pytest
@@ -9,7 +10,7 @@ from huggingface_hub import constants
 from small_packs import fill_cache, read_folder, write_folder
 
 from launcher.errors import Exit
-from launcher.weights import record
+from launcher.weights import place, record
 
 SHARD = "model-00002-of-00003.safetensors"
 
@@ -43,6 +44,17 @@ def test_full_reads_every_byte(filled):
     done = filled.call("verify", "--full")
     assert done.code == Exit.REFUSED and f"{SHARD}: expected SHA-256 {sha256(filled.files[SHARD])}, found" in done.said
     assert record.read(filled.model) is None
+
+
+def test_an_interrupted_look_takes_nothing_away(filled, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place.Filling, "verify_in_place", interrupted)
+        assert filled.call("verify", "--full").code == Exit.INTERRUPTED
+    assert record.unchanged(filled.model, record.read(filled.model)) == []
+    assert "nothing to do" in filled.must()
 
 
 @pytest.mark.parametrize("name", [SHARD, "tokenizer.json", "model.safetensors.index.json"])
@@ -102,6 +114,15 @@ def test_a_checkpoint_of_ones_own_is_taken_when_the_user_says_so(hub_machine):
     assert "nothing to do" in hub_machine.must()  # no other is fetched over it
     change(hub_machine.model / "model-00001-of-00002.safetensors")
     assert "model-00001-of-00002.safetensors: expected SHA-256" in hub_machine.call("verify").said
+
+
+def test_a_known_draft_stays_known_beside_a_model_of_ones_own(filled):
+    filled.must(SPEC_METHOD="dflash")
+    own = filled.root / "own"
+    shutil.copytree(filled.model, own, ignore=lambda *_: [".exl3-verified.json"])
+    filled.must("verify", "--own", SPEC_METHOD="dflash", MODEL_DIR=str(own))
+    assert record.read(own).manifest.pack == "own"
+    assert record.read(filled.draft).manifest.pack == "some/draft"
 
 
 def test_a_record_that_cannot_be_read_is_named(filled):
