@@ -34,6 +34,7 @@ from launcher.weights.agent import (
 from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
 
 TICK_S = 0.25
+LET_GO_S = 1
 SMALL_BYTES = probe.SMALL_BYTES  # hashed whenever it is looked at, so it needs no record
 
 
@@ -254,21 +255,35 @@ class Job:
         self.step.enter("copying", self.bytes_of(names))
         process = start_here(rsync(self.node, self.source.folder, folder, work))
         self.started(process)
-        process.stdin.write("".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape"))
-        process.stdin.close()
-        said = []
+        try:
+            process.stdin.write("".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape"))
+            process.stdin.close()
+            said = self.follow(process, agent, names)
+            process.wait()
+        finally:
+            if process.poll() is None:
+                remote.kill(process)
+            hashing.drop_pages(self.source.folder / name for name in names)
+        if process.returncode:
+            why, free = remote.Result(process.returncode, said, b"").message, agent.ask("room")["free_bytes"]
+            raise self.error(
+                f"rsync to {folder} ended with {process.returncode} ({why}), its disk has {spoken(free)} free; run "
+                f"this again when that is mended: what has arrived is kept."
+            )
+
+    def follow(self, process: subprocess.Popen, agent: Agent, names: Sequence[str]) -> bytes:
+        """Until rsync ends; the last that it said beside its progress. Keeps both page caches small meanwhile."""
+        said: list[bytes] = []
+        let_go = time.monotonic()
         for line in pieces(process.stdout):
             if found := PROGRESS.match(line):
                 self.step.done = min(int(found[1]), self.step.total)
             said = [*said[-5:], line[found.end() if found else 0 :]]
-        code = process.wait()
-        hashing.drop_pages(self.source.folder / name for name in names)
-        if code:
-            why, free = remote.Result(code, b"\n".join(said), b"").message, agent.ask("room")["free_bytes"]
-            raise self.error(
-                f"rsync to {folder} ended with {code} ({why}), its disk has {spoken(free)} free; run this again when "
-                f"that is mended: what has arrived is kept."
-            )
+            if time.monotonic() - let_go >= LET_GO_S:
+                hashing.drop_pages(self.source.folder / name for name in names)
+                agent.ask("let_go", names=list(names))
+                let_go = time.monotonic()
+        return b"\n".join(said)
 
     def hash_there(self, folder: str, names: Sequence[str]) -> tuple[dict[str, FileStat], list[str]]:
         """(those that are right, as they looked; the names of the others)"""

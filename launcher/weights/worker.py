@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -21,7 +22,7 @@ PARTIAL = "partial"
 LOCK = "lock"
 # So long after a sync was killed, what it had started here is gone.
 LOCK_WAIT_S = 15
-TEMPORARY_SUFFIX = 7  # rsync writes into .NAME.XXXXXX
+TEMPORARY = re.compile(r"(.+)\.[A-Za-z0-9]{6}")  # rsync's name of what arrives, in a folder that is for that alone
 
 
 class Refused(Exception):
@@ -119,16 +120,31 @@ class Folder:
 
     def salvage(self):
         """What an rsync that was killed here had received, where the next one looks for it."""
-        for path in self.work.iterdir():
-            name = path.name[1:-TEMPORARY_SUFFIX]
-            if path.name.startswith(".") and name and path.is_file():
-                known = self.work / PARTIAL / name
+        for path in list(self.work.iterdir()):
+            found = TEMPORARY.fullmatch(path.name)
+            if found and path.is_file():
+                known = self.work / PARTIAL / found[1]
                 if known.exists() and known.stat().st_size >= path.stat().st_size:
                     path.unlink()
                 else:
                     path.replace(known)
             elif path.name.startswith("nonce-"):
                 path.unlink()
+
+    def let_go(self, names):
+        """What has arrived goes to the disk and out of the page cache, so that the cache stays small all the while."""
+        arrived = [path for path in (*self.work.iterdir(), *(self.work / PARTIAL).iterdir()) if path.name != LOCK]
+        for path in (*arrived, *(self.path / name for name in names)):
+            try:
+                descriptor = os.open(str(path), os.O_RDONLY | os.O_NOFOLLOW)
+            except OSError:  # not there yet, or at its own name by now
+                continue
+            try:
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    os.fdatasync(descriptor)
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
     def forget(self):
         """The record goes before anything else changes."""
