@@ -26,7 +26,7 @@ def make(jobs: Sequence[Job], target: Path) -> None:
     plans = []
     for job in jobs:
         present = record.read(job.folder)
-        if present is None or record.unchanged(job.folder, present):
+        if present is None or record.changed(job.folder, present):
             raise LauncherError(f"{job.setting} {job.folder}: is not verified; run `./download.sh` first.")
         plans.append(of_folder(Job(job.kind, target / job.kind), job.folder, present))
     for made in plans:

@@ -135,7 +135,7 @@ def keep(folder: Path, found: Contents, verified: Verified) -> None:
 def of(folder: Path, kind: str = "model") -> Contents:
     """Of a folder that is verified and unchanged, as kept; else from its headers, as `read`."""
     verified = record.read(folder)
-    if verified and not record.unchanged(folder, verified):
+    if verified and not record.changed(folder, verified):
         try:
             raw = json.loads((folder / NAME).read_bytes())
             if (raw["format"], raw["of"]) == (FORMAT, digest(verified)):

@@ -116,7 +116,7 @@ def look(folder: Path, wanted: Sequence[Wanted]) -> State:
     known = {}
     for one in (record.read(folder), record.read(folder / PARTIAL)):
         if one:
-            changed = set(record.unchanged(folder, one))
+            changed = set(record.changed(folder, one))
             entries = one.manifest.by_name()
             known |= {name: (entries[name], stat) for name, stat in one.stats.items() if name not in changed}
     state = State()

@@ -151,7 +151,7 @@ def remove(folder: str | os.PathLike) -> None:
     (Path(folder) / NAME).unlink(missing_ok=True)
 
 
-def unchanged(folder: str | os.PathLike, verified: Verified) -> list[str]:
+def changed(folder: str | os.PathLike, verified: Verified) -> list[str]:
     """Names of the files that no longer look as they did when they were verified, or are gone. Reads no content."""
     return sorted(name for name, stat in verified.stats.items() if stat_or_none(Path(folder) / name) != stat)
 

@@ -69,7 +69,7 @@ def source_of(setting: str, folder: Path) -> Source:
     verified = record.read(folder) if folder.is_dir() else None
     if verified is None:
         return Source(setting, folder, manifest_of_small(setting, folder))
-    changed = record.unchanged(folder, verified)
+    changed = record.changed(folder, verified)
     if changed:
         raise LauncherError(
             f"{setting} {folder}: {len(changed)} of {len(verified.stats)} files are not as they were when they were "

@@ -38,7 +38,7 @@ def run(jobs: Sequence[Job], options: Options, *, full: bool, own: bool) -> None
 def is_known(job: Job) -> bool:
     """A folder that is verified as one of the table's packs stays that."""
     present = record.read(job.folder)
-    return bool(present and packs.by_id(present.manifest.pack) and not record.unchanged(job.folder, present))
+    return bool(present and packs.by_id(present.manifest.pack) and not record.changed(job.folder, present))
 
 
 def verify_one(job: Job, options: Options, *, full: bool) -> Verified:

@@ -24,7 +24,7 @@ def test_everything_is_fetched_once_and_recorded(hub_machine):
     assert {entry.name: entry.sha256 for entry in verified.manifest.files} == {
         name: sha256(content) for name, content in files.items()
     }
-    assert record.unchanged(hub_machine.model, verified) == []
+    assert record.changed(hub_machine.model, verified) == []
     assert not (hub_machine.model / ".partial").exists()
 
 

@@ -82,7 +82,7 @@ def finish(hub_machine, folder: Path, files: dict[str, bytes]) -> None:
     came = sum(len(files[name]) - start for name, start in asked)
     assert came == sum(map(len, files.values())) - sum(before.values())
     assert read_folder(folder) == files
-    assert record.unchanged(folder, record.read(folder)) == []
+    assert record.changed(folder, record.read(folder)) == []
 
 
 def wait_for(condition, seconds: float = 30) -> None:

@@ -31,7 +31,7 @@ def test_what_is_written_is_read_back(folder):
     assert record.read(folder) is None
     record.write(folder, verified(folder))
     assert record.read(folder) == verified(folder)
-    assert record.unchanged(folder, record.read(folder)) == []
+    assert record.changed(folder, record.read(folder)) == []
     assert sorted(path.name for path in folder.iterdir()) == [record.NAME, "one", "sub", "two"]
     record.remove(folder)
     record.remove(folder)
@@ -47,14 +47,14 @@ def test_each_kind_of_change_is_named(folder):
     other.replace(folder / "two")  # only the inode tells
     (folder / "sub/three").unlink()
     (folder / "sub/three").symlink_to("three")
-    assert record.unchanged(folder, known) == ["one", "sub/three", "two"]
+    assert record.changed(folder, known) == ["one", "sub/three", "two"]
 
 
 def test_a_link_to_the_same_file_is_the_same_file(folder):
     known = verified(folder)
     (folder / "one").rename(folder / "blob")
     (folder / "one").symlink_to("blob")
-    assert record.unchanged(folder, known) == []
+    assert record.changed(folder, known) == []
 
 
 def change(**fields):

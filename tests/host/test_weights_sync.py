@@ -42,7 +42,7 @@ def assert_equal(node, folder: str = "model") -> None:
     there = node.worker / folder
     verified = record.read(there)
     assert verified.manifest == record.read(node.head / folder).manifest
-    assert record.unchanged(there, verified) == []
+    assert record.changed(there, verified) == []
     for entry in verified.manifest.files:
         assert (there / entry.name).read_bytes() == (node.head / folder / entry.name).read_bytes(), entry.name
     assert not (there / ".exl3-sync").exists()

@@ -53,7 +53,7 @@ def test_an_interrupted_look_takes_nothing_away(filled, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(place.Filling, "verify_in_place", interrupted)
         assert filled.call("verify", "--full").code == Exit.INTERRUPTED
-    assert record.unchanged(filled.model, record.read(filled.model)) == []
+    assert record.changed(filled.model, record.read(filled.model)) == []
     assert "nothing to do" in filled.must()
 
 
