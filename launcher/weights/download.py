@@ -12,6 +12,7 @@ from launcher import console
 from launcher.checkpoint import INDEX
 from launcher.errors import LauncherError
 from launcher.weights import cache, contents, headers, hub, packs, place, record
+from launcher.weights.hashing import usual_workers
 from launcher.weights.hub import Gone, Wanted
 from launcher.weights.meter import Meter, size, work
 from launcher.weights.packs import Pack
@@ -346,7 +347,7 @@ def check_unverified(made: Plan, filling: Filling) -> None:
 
 def bring_local(made: Plan, filling: Filling) -> None:
     files = [file for file in made.absent if file.name in made.local]
-    bad = bring_twice(made, filling, files, place.from_files(made.local), 4)
+    bad = bring_twice(made, filling, files, place.from_files(made.local), usual_workers())
     if bad:
         console.say("\n".join(f"  not used: {one}" for one in bad))
         if made.pack is None or hub.is_offline():

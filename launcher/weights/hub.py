@@ -94,7 +94,7 @@ def wanted_of(entry) -> Wanted:
     return Wanted(name, entry.size, git_sha1=entry.blob_id)
 
 
-def fetch(pack: Pack, wanted: Wanted, part: Path, on_bytes: Callable[[int], None], stop: threading.Event) -> None:
+def fetch(pack: Pack, wanted: Wanted, part: Path, on_bytes: Callable[[int], None], stop: threading.Event) -> bool:
     """The file's bytes into `part`, from where it ends. `on_bytes` is told of each gain, and of a loss when the server
     begins anew. Raises Gone, Stopped, OSError, or LauncherError when it is not to be had."""
 
@@ -103,6 +103,7 @@ def fetch(pack: Pack, wanted: Wanted, part: Path, on_bytes: Callable[[int], None
             stream(pack, wanted, part, on_bytes, stop)
 
     patiently(wanted.name, attempt, stop, lambda: size_of(part))
+    return True
 
 
 def stream(pack: Pack, wanted: Wanted, part: Path, on_bytes, stop: threading.Event) -> None:

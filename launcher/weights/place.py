@@ -60,8 +60,9 @@ class State:
     links: dict[str, Path] = field(default_factory=dict)  # among the bad: where a link leads that has to be a file
 
 
-# A source puts a file's bytes into a part, and says of each gain.
-Source = Callable[[Wanted, Path, Callable[[int], None], threading.Event], None]
+# A source puts a file's bytes into a part and says of each gain. False: it had nothing to read, so that the hashing
+# that follows is what takes the time, and tells of it.
+Source = Callable[[Wanted, Path, Callable[[int], None], threading.Event], bool]
 
 
 @contextmanager
@@ -248,8 +249,8 @@ class Filling:
     def bring(self, file: Wanted, source: Source) -> Bad | None:
         """One file from its source to its name, or what is wrong with it; the wrong bytes are put aside."""
         part = part_of(self.folder, file.name)
-        source(file, part, self.on_bytes, self.stop)
-        good, bad = verify({file.name: part}, [file], lambda count: None, 1)
+        was_told = source(file, part, self.on_bytes, self.stop)
+        good, bad = verify({file.name: part}, [file], (lambda count: None) if was_told else self.on_bytes, 1)
         if good:
             self.settle(file, part, good)
             return None
@@ -293,18 +294,18 @@ def free_name(path: Path) -> Path:
 def from_files(paths: Mapping[str, Path]) -> Source:
     """Hard links where the disk allows it, else copies. Parts of an interrupted copy go on."""
 
-    def bring(file: Wanted, part: Path, on_bytes, stop: threading.Event) -> None:
+    def bring(file: Wanted, part: Path, on_bytes, stop: threading.Event) -> bool:
         source = paths[file.name]
         if hub.size_of(part) == 0:
             part.unlink(missing_ok=True)
             try:
                 os.link(source, part)
-                on_bytes(file.bytes)
-                return
+                return False
             except OSError as error:
                 if error.errno not in NO_LINK:
                     raise
         copy(source, part, file, on_bytes, stop)
+        return True
 
     return bring
 

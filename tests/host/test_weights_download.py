@@ -500,6 +500,25 @@ def test_the_table_is_pinned_and_says_what_restricts():
     assert default.id == "Mia-AiLab/GLM-5.3-Flash-EXL3-TR3-4bpw" and packs.twins(default) == [twin]
 
 
+@pytest.mark.parametrize("source", ["hub", "cache"])
+def test_progress_counts_every_byte_once(hub_machine, monkeypatch, source):
+    files = hub_machine.publish(shards=3)
+    if source == "cache":
+        fill_cache(hub_machine.cache, hub_machine.table[0], files)
+    meters = []
+
+    class Kept(meter.Meter):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            meters.append(self)
+
+    monkeypatch.setattr("launcher.weights.download.Meter", Kept)
+    hub_machine.hub.faults = [Fault("/lfs/", cut=9_000), Fault("/lfs/", no_ranges=True), Fault("/lfs/", wrong_at=3)]
+    hub_machine.must("--streams", "1")
+    assert [(one.done, one.total) for one in meters[-1:]] == [(meters[-1].total,) * 2]
+    assert sum(one.done for one in meters) == sum(map(len, files.values()))
+
+
 def test_settings_of_several_topologies_must_agree(hub_machine):
     hub_machine.publish(shards=3)
     del hub_machine.settings["MODEL_DIR"]
