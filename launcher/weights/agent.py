@@ -61,7 +61,8 @@ class Seen:
     """A folder on a node, as worker.py has looked at it."""
 
     folder: str
-    old: Verified | None  # what its record says
+    record: Verified | None  # what it says is verified
+    old: Verified | None  # the same, or what a sync that was broken off has begun to replace
     stats: Mapping[str, FileStat | None]  # of each file that was asked for
     folders: tuple[str, ...]  # names that should be files
     others: tuple[str, ...]
@@ -84,7 +85,8 @@ class Seen:
 def seen_of(reply: Mapping) -> Seen:
     return Seen(
         folder=reply["folder"],
-        old=read_record(reply["record"]),
+        record=read_record(reply["record"]),
+        old=read_record(reply["record"]) or read_record(reply["before"]),
         stats={name: stat and FileStat(*stat) for name, stat in reply["stats"].items()},
         folders=tuple(reply["folders"]),
         others=tuple(name for name in reply["others"] if name not in probe.USERS_OWN),

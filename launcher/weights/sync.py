@@ -35,6 +35,7 @@ from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
 
 TICK_S = 0.25
 LET_GO_S = 1
+CONFIG = "config.json"  # what tells one checkpoint from another
 SMALL_BYTES = probe.SMALL_BYTES  # hashed whenever it is looked at, so it needs no record
 
 
@@ -157,14 +158,14 @@ class Job:
 
     def is_done(self, seen: Seen) -> str:
         """What there is to say when nothing is to be written, so that the folder may be read-only; else nothing."""
-        if seen.old is None or seen.old.manifest != self.manifest:
+        if seen.record is None or seen.record.manifest != self.manifest:
             return ""
         if len(seen.still_good(self.manifest)) < len(self.wanted):
             return ""
         if not self.full:
             return "was there and verified already"
         good, _ = self.hash_there(seen.folder, list(self.wanted))
-        return "was hashed again and is right" if good == seen.old.stats else ""
+        return "was hashed again and is right" if good == seen.record.stats else ""
 
     def bring(self, agent: Agent, work: str) -> Outcome:
         seen = agent.look(self.wanted)  # again: another sync may have come before
@@ -223,6 +224,11 @@ class Job:
             )
         if seen.folders:
             raise self.error(f"{seen.folder}/{seen.folders[0]} is a folder and should be a file; move it away.")
+        if seen.old is None and CONFIG in missing and seen.stats[CONFIG]:
+            raise self.error(
+                f"{seen.folder} holds another checkpoint, which no sync has put there: its {CONFIG} is not that of "
+                f"{self.manifest.pack}; move it away, or set {self.source.setting}, then run this again."
+            )
         # Of a file that is there only what it grows counts; but the new one lies beside it until it is whole.
         old = [seen.stats[name].bytes for name in missing if seen.stats[name]]
         needed = self.bytes_of(missing) - sum(old) + max(old, default=0) - room["partial_bytes"]

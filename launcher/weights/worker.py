@@ -20,6 +20,7 @@ from pathlib import Path
 WORK = ".exl3-sync"  # what a sync needs beside the weights; gone when it is over
 PARTIAL = "partial"
 LOCK = "lock"
+BEFORE = "before.json"  # the record of what is being replaced
 # So long after a sync was killed, what it had started here is gone.
 LOCK_WAIT_S = 15
 TEMPORARY = re.compile(r"(.+)\.[A-Za-z0-9]{6}")  # rsync's name of what arrives, in a folder that is for that alone
@@ -42,6 +43,7 @@ class Folder:
         return {
             "folder": str(self.path),
             "record": text_or_none(self.record),
+            "before": text_or_none(self.work / BEFORE),
             "stats": {name: stat_or_none(self.path / name) for name in names},
             "folders": [name for name in names if (self.path / name).is_dir()],
             "others": self.others(names),
@@ -147,9 +149,9 @@ class Folder:
                 os.close(descriptor)
 
     def forget(self):
-        """The record goes before anything else changes."""
+        """The record goes before anything else changes; which files were ours is remembered until it is over."""
         if self.record.exists():
-            self.record.unlink()
+            self.record.replace(self.work / BEFORE)
             sync_folder(self.path)
 
     def remove(self, names):

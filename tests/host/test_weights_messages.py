@@ -13,7 +13,7 @@ from launcher import preflight
 from launcher.commands import REPOSITORY
 from launcher.errors import LauncherError
 from launcher.remote import Node
-from launcher.weights import agent, share, sync
+from launcher.weights import agent, record, share, sync
 
 ROWS = re.findall(r"^\| `([^`]+)` \|", (REPOSITORY / "docs/weights-workers.md").read_text(), re.MULTILINE)
 ROWS = [row for row in ROWS if not row.startswith("./start.sh")]
@@ -85,6 +85,11 @@ def folder_in_the_way(node, monkeypatch):
     (node.worker / "model/config.json").mkdir(parents=True)
 
 
+def other_checkpoint(node, monkeypatch):
+    fill(node.worker / "model", shards=1, size=1000, revision="my own")
+    record.remove(node.worker / "model")
+
+
 def edited_behind_the_record(node, monkeypatch):
     config = node.head / "model/config.json"
     before = config.stat()
@@ -126,6 +131,7 @@ PRODUCERS = {
     "another sync writes to": of_sync(lock_is_held),
     "more and its disk has": of_sync(little_room),
     "cannot be written": of_sync(file_in_the_way),
+    "holds another checkpoint": of_sync(other_checkpoint),
     "is a folder and should be a file": of_sync(folder_in_the_way),
     "arrived with another SHA-256": of_sync(edited_behind_the_record),
     "the connection ended": of_sync(no_node),

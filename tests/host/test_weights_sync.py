@@ -173,6 +173,38 @@ def test_another_revision_is_named_and_replaced(pair):
     assert not old.exists() and (pair.worker / "model" / "notes.txt").exists()
 
 
+def test_another_revision_that_was_broken_off_is_still_known_and_cleared_away(pair):
+    fill(pair.head / "model", shards=5, revision="0" * 40)
+    run(pair)
+    there = pair.worker / "model"
+    shutil.rmtree(pair.head / "model")
+    fill(pair.head / "model", shards=3, size=4 * MIB)
+    pair.link.bytes_per_s = 8 * MIB
+    began, process = pair.link.sent, in_background(pair)
+    wait_for(lambda: pair.link.sent > began + 5 * MIB)
+    process.kill()
+    process.communicate()
+    pair.link.bytes_per_s = None
+    assert record.read(there) is None
+    said = run(pair)
+    assert f"revision {'0' * 40} was there, {REVISION} is now" in said
+    assert said.count("belonged to what was there before, and was removed") == 5
+    assert_equal(pair)
+
+
+def test_another_checkpoint_that_no_sync_has_put_there_is_left_alone(pair):
+    fill(pair.head / "model")
+    there = pair.worker / "model"
+    fill(there, revision="my own")
+    record.remove(there)
+    before = {path: path.read_bytes() for path in there.iterdir()}
+    assert refusal(pair) == (
+        f"node 1 (10.0.0.2): {there} holds another checkpoint, which no sync has put there: its config.json is not "
+        f"that of owner/pack; move it away, or set MODEL_DIR, then run this again."
+    )
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_links_in_the_places_of_shards_are_replaced(pair):
     names = [entry.name for entry in fill(pair.head / "model").manifest.files]
     there = pair.worker / "model"
