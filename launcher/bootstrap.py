@@ -33,12 +33,24 @@ def is_complete(stamp):
         return False
 
 
-def make(stamp):
+def wheels_of(arguments):
+    """pip's flags for the packages of a bundle (./download.sh --from DIR), which stands in for the package index."""
+    for i, word in enumerate(arguments):
+        bundle = word[len("--from=") :] if word.startswith("--from=") else ""
+        if word == "--from" and i + 1 < len(arguments):
+            bundle = arguments[i + 1]
+        wheels = Path(bundle, "wheels")
+        if bundle and wheels.is_dir():
+            return ["--no-index", "--find-links", str(wheels.resolve())]
+    return []
+
+
+def make(stamp, source):
     """The stamp is written last: what was broken off is made anew."""
     print("Setting up the launcher's own Python packages (once, a few seconds) ...", file=sys.stderr, flush=True)
     must([sys.executable, "-m", "venv", "--clear", str(FOLDER)])
     pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    must([*pip, "install", "--no-deps", "--require-hashes", "--only-binary", ":all:", "-r", str(LOCK)])
+    must([*pip, "install", "--no-deps", "--require-hashes", "--only-binary", ":all:", *source, "-r", str(LOCK)])
     (FOLDER / "complete.json").write_text(json.dumps(stamp) + "\n")
 
 
@@ -47,7 +59,7 @@ def must(command):
     if done.returncode:
         said = done.stdout.decode(errors="replace").strip().splitlines()[-5:]
         print("\n".join("    " + line for line in said), file=sys.stderr)
-        fix = "see above; the package index must be reachable once"
+        fix = "see above; the package index must be reachable once, or a bundle be named (./download.sh --from DIR)"
         if "ensurepip" in done.stdout.decode(errors="replace"):
             fix = "install it, on Debian or Ubuntu with: sudo apt-get install python3-venv"
         print(f"launcher: its Python environment {FOLDER} could not be made: {fix}.", file=sys.stderr)
@@ -61,7 +73,7 @@ def main(arguments):
         sys.exit(REFUSED)
     stamp = wanted_stamp()
     if not is_complete(stamp):
-        make(stamp)
+        make(stamp, wheels_of(arguments))
     python = str(FOLDER / "bin" / "python")
     # -I: neither the user's folder nor its PYTHON* variables take part; then our own root comes first.
     start = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module('launcher', run_name='__main__')"

@@ -28,7 +28,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def restore(folder: Path) -> str:
-    return f"copy the model again, or `git checkout -- {folder.name}` where it came with the repository."
+    return f"get it again: ./download.sh where that filled the folder, `git checkout -- {folder}` for the local model."
 
 
 def read_json(path: Path) -> dict:
@@ -70,7 +70,8 @@ def read_index(folder: Path) -> dict[str, set[str]]:
     return shards
 
 
-def check_shard(path: Path, expected: set[str]) -> None:
+def check_shard(path: Path, expected: set[str]) -> tuple[dict, int]:
+    """As `read_header`, of a file whose size is what its header says and whose tensors are those of the index."""
     if not path.is_file():
         raise LauncherError(f"{path}: the index names this file and it is missing; {restore(path.parent)}")
     header, start = read_header(path)
@@ -85,6 +86,7 @@ def check_shard(path: Path, expected: set[str]) -> None:
         raise LauncherError(
             f"{path}: {what}, unlike the index ({len(missing)} missing, {len(extra)} extra); {restore(path.parent)}"
         )
+    return header, start
 
 
 def read_header(path: Path) -> tuple[dict, int]:

@@ -1,4 +1,4 @@
-"""Command line of the Spark topologies: python -m launcher cluster SCRIPT TOPOLOGY COMMAND."""
+"""Command line of the Spark topologies: python -m launcher cluster SCRIPT TOPOLOGY|weights COMMAND."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher import cluster_life, cluster_plan, cluster_service, console, envfile
+from launcher import cluster_life, cluster_plan, cluster_service, console, envfile, memory_plan
 from launcher.commands import REPOSITORY
 from launcher.config import Config, load, of_what_runs
 from launcher.errors import Exit, LauncherError
+from launcher.lifecycle import signals_interrupt
 from launcher.topology import TOPOLOGIES, Topology
+from launcher.weights import share
 
 # command -> what it does
 COMMANDS = {
@@ -25,6 +27,8 @@ COMMANDS = {
     "cache": "`cache reset` empties the prefix cache of what runs, between requests",
     "logs": "print the log of a rank",
     "check": "look at every node and report; changes nothing",
+    "sync": "copy the weights to the other nodes, and have each verify what it got",
+    "share": "say how the other nodes can read node 0's weights over NFS instead; --yes does it",
     "plan": "print what each node will run, secrets left out; needs no node",
     "shell": "open a shell where a rank runs",
     "key": "make an API key, store it in the env file and so open the API to the network",
@@ -51,12 +55,22 @@ def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
             command.add_argument("-f", "--follow", action="store_true", help="Keep printing until Ctrl-C.")
         if name == "cache":
             command.add_argument("action", choices=["reset"])
+        if name == "sync":
+            command.add_argument("--full", action="store_true", help="Hash every byte there again.")
+        if name == "share":
+            command.add_argument("--undo", action="store_true", help="Take it back.")
+            command.add_argument("--yes", action="store_true", help="Run the commands, with sudo where needed.")
         if name == "import":
             command.add_argument("file", type=Path, metavar="OLD/.env")
     return parser
 
 
 def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
+    if arguments[1] == "weights":
+        # Needs huggingface_hub, which takes half a second that the other commands do without.
+        from launcher.weights import command
+
+        return command.main([arguments[0], *arguments[2:]], ambient)
     script, topology = f"./{arguments[0]}", TOPOLOGIES[arguments[1]]
     console.set_program(script)
     words = arguments[2:] or ["start"]
@@ -68,7 +82,7 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return make_key(topology, env_path)
     config = read_config(topology, env_path, ambient, options.command)
     if options.command == "plan":
-        print(cluster_plan.describe(cluster_plan.make(config)), end="")
+        print(cluster_plan.describe(cluster_plan.make(config, more_notes=memory_plan.notes(config))), end="")
         return Exit.OK
     for note in config.notes:
         console.say(f"Note: {note}")
@@ -78,7 +92,20 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return cluster_life.shell(config, options.rank)
     if options.command in ("cache", "canary"):
         return {"cache": cluster_service.reset_cache, "canary": cluster_service.ask}[options.command](config)
+    if options.command == "sync":
+        return cluster_life.sync(config, full=options.full)
+    if options.command == "share":
+        return share_weights(config, do=options.yes, take_back=options.undo)
     return getattr(cluster_life, options.command)(config)
+
+
+def share_weights(config: Config, *, do: bool, take_back: bool) -> Exit:
+    """Not taken back while something runs that reads what would go away."""
+    files = cluster_life.files_of(config)
+    with signals_interrupt(), files.lock():
+        if take_back and do and files.read_state():
+            raise LauncherError(f"{config.topology.name} runs from these weights; `stop` it first.", Exit.BUSY)
+        return share.share(config, do=do, take_back=take_back)
 
 
 def read_config(topology: Topology, env_path: Path, ambient: Mapping[str, str], command: str) -> Config:

@@ -21,11 +21,13 @@ from launcher import (
     discovery,
     facts,
     link_runs,
+    memory_plan,
     phases,
     preflight,
     remote,
     running_checks,
     watch,
+    weights_checks,
 )
 from launcher import plan as texts
 from launcher.cluster_state import ClusterState, Files, StartedUnit, new_state
@@ -35,6 +37,7 @@ from launcher.lifecycle import duration, print_answered, signals_ignored, signal
 from launcher.remote import Node
 from launcher.settings import MODEL_ID
 from launcher.vllm_flags import api_host
+from launcher.weights import sync as weights_sync
 
 POLL_S = 0.5
 # A step of a long prompt takes several seconds, and nothing moves before its end.
@@ -64,8 +67,9 @@ def look(config, state: ClusterState | None) -> preflight.Context:
     units = state.units if state else ()
     found = facts.gather(nodes, preflight.request(config))
     context = preflight.context(
-        config, nodes, found, files_of(config).read_record(), [(unit.node.rank, watch.state_of(unit)) for unit in units]
-    )
+        config, nodes, found, files_of(config).read_record(),
+        [(unit.node.rank, watch.state_of(unit)) for unit in units], memory_plan.contents_of(config),
+    )  # fmt: skip
     return context if link_runs.CHECK in config["SKIP_CHECKS"] else link_runs.with_runs(context)
 
 
@@ -145,6 +149,7 @@ def launch(config, *, may_replace: bool) -> Exit:
             )
         with console.phase("checks"):
             context = look(config, state)
+        context = bring_weights(context, state)
         refuse_bad_findings(context)
         plan, questions = plan_of(context), questions_of(config)
         if state:
@@ -153,6 +158,23 @@ def launch(config, *, may_replace: bool) -> Exit:
             files.forget_state()
         bring_up(context, plan, questions)
     return Exit.OK
+
+
+def bring_weights(context, state: ClusterState | None) -> preflight.Context:
+    """Copies what other nodes lack, once nothing else is wrong; then everything is looked at again."""
+    config, ranks = context.config, weights_checks.workers_to_fill(context)
+    skipped = (*config["SKIP_CHECKS"], weights_checks.NAME)
+    if not ranks or weights_checks.NAME in config["SKIP_CHECKS"]:
+        return context
+    if preflight.failed(preflight.run_checks(context, skipped)):
+        return context
+    size = weights_sync.spoken(weights_checks.bytes_to_fill(context))
+    names = " and ".join(f"node {rank}" for rank in ranks)
+    console.say(f"The weights on {names} are not those of node 0: up to {size} are copied first. Ctrl-C keeps what has "
+                f"arrived.")  # fmt: skip
+    weights_sync.tell(weights_sync.sync(config, ranks=ranks), console.say)
+    with console.phase("checks"):
+        return look(config, state)
 
 
 def bring_up(context, plan: cluster_plan.Plan, questions: Sequence[canary.Question]) -> None:
@@ -346,6 +368,12 @@ def print_ready(config, plan: cluster_plan.Plan, answered) -> None:
     print(f"\nAsk it:\n  {texts.curl(plan.url, answered[0][0].question, needs_key)}")
     print(f"From Python:\n  {texts.openai_client(plan.url, needs_key)}")
     print(f"End it: {script} stop", flush=True)
+
+
+def sync(config, *, full: bool) -> Exit:
+    with signals_interrupt(), files_of(config).lock():
+        weights_sync.tell(weights_sync.sync(config, full=full))
+    return Exit.OK
 
 
 # Stop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,6 +96,7 @@ def make(
     image_id: str = "",
     ray_token: str = "",
     admin_token: str = "",
+    more_notes: Iterable[str] = (),
 ) -> Plan:
     """Refuses forbidden combinations, all of them at once."""
     refused = refusals.refusals(config)
@@ -107,7 +108,7 @@ def make(
     ranks = tuple(
         rank_plan(config, fabrics[rank] if fabrics else None, rank, found) for rank, found in enumerate(founds)
     )
-    notes = [*config.notes, *refusals.notes(config), *geometry_notes(config)]
+    notes = [*config.notes, *refusals.notes(config), *geometry_notes(config), *more_notes]
     for rank, fabric in enumerate(fabrics or ()):
         notes += [f"node {rank}: {note}" for note in fabric.notes]
     ray_nodes = ()

@@ -125,8 +125,8 @@ class Files:
                 state = self.read_state()
                 doing = f" (process {state.launcher.pid}, phase {state.phase})" if state else ""
                 raise LauncherError(
-                    f"Another start, restart or stop of {self.topology} is under way{doing}; wait for it, or press "
-                    f"Ctrl-C where it runs.",
+                    f"Another start, restart, stop or sync of {self.topology} is under way{doing}; wait for it, or "
+                    f"press Ctrl-C where it runs.",
                     Exit.BUSY,
                 ) from None
             yield

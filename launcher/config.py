@@ -70,8 +70,15 @@ class Lines:
     problems: tuple[str, ...]
 
 
-def load(topology: Topology, env_text: str | None, env_name: str, ambient: Mapping[str, str]) -> Config:
-    """Raises LauncherError with all problems, one a line."""
+def load(
+    topology: Topology,
+    env_text: str | None,
+    env_name: str,
+    ambient: Mapping[str, str],
+    *,
+    with_addresses: bool = True,
+) -> Config:
+    """Raises LauncherError with all problems, one a line. `with_addresses=False`: for what asks no node."""
     lines = read_lines(env_text or "", env_name)
     problems = [*lines.problems, *misplaced(lines.assignments, topology)]
     known = [assignment for assignment in lines.assignments if is_known(assignment.name, topology)]
@@ -82,7 +89,8 @@ def load(topology: Topology, env_text: str | None, env_name: str, ambient: Mappi
     for assignment in (*known, *outside):
         last_written[assignment.name] = assignment
         problems += apply(assignment, topology, values, sources)
-    problems += address_problems(topology, values, sources, last_written, env_name)
+    if with_addresses:
+        problems += address_problems(topology, values, sources, last_written, env_name)
     problems += combination_problems(values, sources)
     if problems:
         raise LauncherError("\n".join(sorted(problems, key=line_of)), Exit.USAGE)

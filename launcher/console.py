@@ -52,7 +52,8 @@ def phase(name: str):
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    start = "\r\033[K" if sys.stderr.isatty() else ""  # over a phase's line, which is drawn again
+    print(start + text, file=sys.stderr, flush=True)
 
 
 def program() -> str:

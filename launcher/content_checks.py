@@ -1,21 +1,20 @@
-"""Checks of what lies on each node's disk: room, cache folder, image, weights, and the native Python."""
+"""Checks of what lies on each node's disk: room, cache folder, image, and the native Python."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from launcher.facts import Checkpoint, Image, NodeFacts, PathFacts
+from launcher.facts import Image, NodeFacts, PathFacts
 from launcher.findings import GIB, Context, Verdict, each_node, failed, gib, over_all, passed, warned
+from launcher.weights.packs import of_kind
 
 # Room that a first start needs; what is there already is subtracted.
-MODEL_BYTES = {"model": 175_715_896_392, "draft": 3 * GIB}
+MODEL_BYTES = {kind: of_kind(kind)[0].bytes for kind in ("model", "draft")}
 IMAGE_BYTES = 25 * GIB
 CACHE_BYTES = {"docker": 10 * GIB, "native": GIB}
 USED_CACHE_BYTES = GIB // 2  # a cache that has been filled once grows little
 
-SINGLE_SHARD = "model.safetensors"
 MACHINES = {"aarch64": "arm64", "x86_64": "amd64"}
-CHECKPOINTS = {"model": "MODEL_DIR", "draft": "DRAFT_DIR"}
 
 
 # Disk
@@ -26,7 +25,7 @@ def check_disk_space(context: Context, node: NodeFacts) -> Iterator[Verdict]:
     needs: dict[int, dict[str, int]] = {}
     free = {}
     for name, path in node.paths.items():
-        if name in ("cache", *CHECKPOINTS):
+        if name in ("cache", *MODEL_BYTES):
             needs.setdefault(path.disk, {})[name] = needed_bytes(context, name, path)
             free[path.disk] = path.free_bytes
     for disk, wanted in needs.items():
@@ -39,10 +38,16 @@ def check_disk_space(context: Context, node: NodeFacts) -> Iterator[Verdict]:
 def needed_bytes(context: Context, name: str, path: PathFacts) -> int:
     if name == "cache":
         return USED_CACHE_BYTES if path.exists else CACHE_BYTES[context.config["RUNTIME"]]
-    if context.is_native:  # serves a small model, which is there or not
+    there, first = path.checkpoint, context.facts[0].checkpoint(name)
+    if there and not there.lack:
         return 0
-    there = path.checkpoint
-    return 0 if there and is_complete(there) else max(0, MODEL_BYTES[name] - (there.total_bytes if there else 0))
+    if first and not first.lack:
+        wanted = first.total_bytes
+    elif context.is_native:  # serves a model of the user's own
+        return 0
+    else:
+        wanted = MODEL_BYTES[name]
+    return max(0, wanted - (sum(there.sizes.values()) + there.unfinished_bytes if there else 0))
 
 
 def room(what: str, free: int, needed: int) -> Verdict:
@@ -98,85 +103,6 @@ def image_verdict(node: NodeFacts, image: Image, reference: NodeFacts, send: str
         return warned(f"{seen}, with the same layers: the nodes store images differently",
                       f"nothing, if both were made from one image; else {send}", node.rank)  # fmt: skip
     return failed(f"{image.name} differs: {seen}", send, node.rank)
-
-
-# Weights
-
-
-@over_all("weights", "paths")
-def check_weights(context: Context, nodes: Sequence[NodeFacts]) -> Iterator[Verdict]:
-    for name in CHECKPOINTS:
-        if name == "draft" and context.config["SPEC_METHOD"] != "dflash":
-            continue
-        yield from checkpoint_verdicts(context, nodes, name)
-
-
-def checkpoint_verdicts(context: Context, nodes: Sequence[NodeFacts], name: str) -> Iterator[Verdict]:
-    reference = next((node for node in nodes if problem_of(node, name) is None), None)
-    for node in nodes:
-        problem = problem_of(node, name)
-        if problem:
-            yield failed(problem, fix_of(context, node, reference, name), node.rank)
-            continue
-        path = node.paths[name]
-        other = reference.paths[name].checkpoint
-        differs = difference(path.checkpoint, other)
-        if differs:
-            yield failed(f"{path.path}: {differs} (compared with node {reference.rank})",
-                         fix_of(context, node, reference, name), node.rank)  # fmt: skip
-        else:
-            count, size = len(shard_sizes(path.checkpoint)), sum(shard_sizes(path.checkpoint).values())
-            yield passed(f"{path.path}: {count} shard{'s' if count > 1 else ''}, {gib(size)}", node.rank)
-
-
-def problem_of(node: NodeFacts, name: str) -> str | None:
-    """Why the node's checkpoint cannot be served, by its own files."""
-    path = node.paths.get(name)
-    if path is None:
-        return f"{CHECKPOINTS[name]} is empty"
-    if path.checkpoint is None:
-        return f"{path.path}: there is no such folder"
-    if not shard_sizes(path.checkpoint) and path.checkpoint.shards is None:
-        return f"{path.path}: no readable model.safetensors.index.json and no {SINGLE_SHARD}"
-    missing = path.checkpoint.missing
-    if missing:
-        return f"{path.path}: {len(missing)} of {len(path.checkpoint.shards)} shards are missing, first {missing[0]}"
-    return None
-
-
-def is_complete(checkpoint: Checkpoint) -> bool:
-    return bool(shard_sizes(checkpoint)) and not checkpoint.missing
-
-
-def shard_sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    names = checkpoint.shards if checkpoint.shards is not None else (SINGLE_SHARD,)
-    return {name: checkpoint.sizes[name] for name in names if name in checkpoint.sizes}
-
-
-def difference(one: Checkpoint, other: Checkpoint) -> str:
-    for name in sorted({*one.hashes, *other.hashes}):
-        if one.hashes.get(name) != other.hashes.get(name):
-            return f"{name} is another one"
-    here, there = shard_sizes(one), shard_sizes(other)
-    wrong = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
-    if not wrong:
-        return ""
-    first = wrong[0]
-    return (
-        f"{len(wrong)} of {len(there)} shards have another size, first {first}: {here.get(first, 'missing')} "
-        f"instead of {there.get(first, 'missing')} bytes"
-    )
-
-
-def fix_of(context: Context, node: NodeFacts, reference: NodeFacts | None, name: str) -> str:
-    path = node.paths.get(name)
-    if path is None:
-        return f"set {CHECKPOINTS[name]} to the folder of the weights, the same on every node"
-    if node.rank == 0 or reference is None:
-        return f"./download.sh, or point {CHECKPOINTS[name]} at the folder that holds them"
-    ssh = context.ssh(node.rank).rsplit(" ", 1)
-    shell = f"-e '{ssh[0]}' " if ssh[0] != "ssh" else ""
-    return f"rsync -a --partial --mkpath {shell}{reference.paths[name].path}/ {ssh[1]}:{path.path}/"
 
 
 # The native runtime

@@ -17,6 +17,7 @@ from launcher.remote import Node
 PROBE = Path(__file__).with_name("probe.py")
 GATHER_TIMEOUT_S = 15
 NEEDED_PYTHON = "3.8"
+SINGLE_SHARD = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Host:
     infiniband_files: tuple[str, ...]  # names in /dev/infiniband
     fatal_pci_errors: tuple[str, ...] | None = None  # lines of the kernel's log; None: it may not be read
     ib_write_bw: str = ""  # path of perftest's program; empty: not installed
+    rsync: str = ""  # path of the program; empty: not installed
 
 
 @dataclass(frozen=True)
@@ -107,18 +109,49 @@ class Listener:
 
 
 @dataclass(frozen=True)
+class VerifiedFacts:
+    """What a folder's record says was verified there, and what of it looks otherwise now."""
+
+    pack: str
+    revision: str
+    digest: str  # of names, sizes and hashes: equal where the same bytes were verified
+    total_bytes: int
+    changed: tuple[str, ...]
+    extra: tuple[str, ...]  # files that the engine could read and that nobody verified
+    error: str  # why the record cannot be read
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     sizes: Mapping[str, int]
     hashes: Mapping[str, str]
     shards: tuple[str, ...] | None  # None: no readable index
+    is_small: bool = False  # then all of it is hashed
+    record: VerifiedFacts | None = None  # None: nothing was verified here
+    unfinished_bytes: int = 0  # of a download or a copy that is on its way
 
     @property
     def missing(self) -> list[str]:
         return [name for name in self.shards or () if name not in self.sizes]
 
     @property
+    def lack(self) -> str:
+        """What keeps it from being whole, by its own index; empty if nothing."""
+        if not self.shard_sizes and self.shards is None:
+            return f"no readable model.safetensors.index.json and no {SINGLE_SHARD}"
+        if self.missing:
+            return f"{len(self.missing)} of {len(self.shards)} shards are missing, first {self.missing[0]}"
+        return ""
+
+    @property
+    def shard_sizes(self) -> dict[str, int]:
+        names = self.shards if self.shards is not None else (SINGLE_SHARD,)
+        return {name: self.sizes[name] for name in names if name in self.sizes}
+
+    @property
     def total_bytes(self) -> int:
-        return sum(self.sizes.values())
+        """As verified, else of all that is there."""
+        return self.record.total_bytes if self.record else sum(self.sizes.values())
 
 
 @dataclass(frozen=True)
@@ -218,6 +251,10 @@ class NodeFacts:
     def looked_at(self) -> bool:
         return not self.unreached and not self.unprobed
 
+    def checkpoint(self, name: str) -> Checkpoint | None:
+        path = (self.paths or {}).get(name)
+        return path.checkpoint if path else None
+
     def link(self, interface: str) -> Link | None:
         return next((link for link in self.links or () if link.name == interface), None)
 
@@ -238,7 +275,8 @@ TOPICS: dict[str, tuple[type, str]] = {
     "gpu_processes": (GpuProcess, "many"),
 }
 MAY_BE_ABSENT = ("image",)
-INSIDE = {"gids": (Gid, "many"), "checkpoint": (Checkpoint, "one")}  # fields that hold entries themselves
+# Fields that hold entries themselves.
+INSIDE = {"gids": (Gid, "many"), "checkpoint": (Checkpoint, "one"), "record": (VerifiedFacts, "one")}
 
 
 # Records: one JSON object per node, as gathered or kept in a file

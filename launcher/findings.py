@@ -6,10 +6,15 @@ import functools
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from launcher.discovery import Fabric
+from launcher.errors import LauncherError
 from launcher.facts import NodeFacts
 from launcher.remote import Node
+
+if TYPE_CHECKING:
+    from launcher.weights.contents import Contents
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 
@@ -45,6 +50,7 @@ class Context:
     ports: Mapping[int, Sequence[int]] = field(default_factory=dict)  # rank -> ports that its processes will open
     previous: Mapping | None = None  # record of the last start, see discovery.record_of
     ours: Ours = Ours()
+    contents: Contents | LauncherError | None = None  # of the checkpoint on rank 0, by its headers
 
     @property
     def is_native(self) -> bool:
@@ -63,6 +69,11 @@ class Context:
         """Whether one of the processes (itself, its parents) or the container is of what runs already."""
         return bool(self.ours.pids.get(node.rank, frozenset()).intersection(pids)
                     or container in self.container_ids_of_ours(node))  # fmt: skip
+
+    def bytes_of_ours(self, node: NodeFacts) -> int:
+        """What comes free when our own server stops, as far as can be told."""
+        return sum(one.used_bytes or 0 for one in node.gpu_processes or ()
+                   if self.is_ours(node, [one.pid], one.container))  # fmt: skip
 
     def ours_runs_on(self, node: NodeFacts) -> bool:
         return bool(self.container_ids_of_ours(node) or self.ours.pids.get(node.rank))

@@ -213,8 +213,7 @@ def check_memory_floor(context: Context, node: NodeFacts) -> Verdict:
     # vLLM refuses to start when GPU_MEM_UTIL of a GPU's memory is not free; here that is the machine's.
     taken = 0 if context.is_native else float(config["GPU_MEM_UTIL"]) * memory.total_bytes
     needed = taken + float(config["MEMORY_FLOOR_GIB"]) * GIB
-    ours = sum(one.used_bytes or 0 for one in node.gpu_processes or ()
-               if context.is_ours(node, [one.pid], one.container))  # fmt: skip
+    ours = context.bytes_of_ours(node)
     seen = f"{gib(memory.available_bytes)} available of {gib(memory.total_bytes)}"
     if ours:
         seen += f", {gib(ours)} more when our own server has stopped"

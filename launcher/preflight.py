@@ -10,6 +10,8 @@ from dataclasses import replace
 from launcher import host_checks  # isort: skip
 from launcher import fabric_checks  # isort: skip
 from launcher import content_checks  # isort: skip
+from launcher import weights_checks  # isort: skip
+from launcher import memory_plan  # isort: skip
 from launcher import cluster_plan, discovery, facts
 from launcher.commands import container_name
 from launcher.errors import Exit, LauncherError
@@ -17,11 +19,12 @@ from launcher.facts import NodeFacts
 from launcher.findings import CHECKS, FAIL, NOT_PROBED, NOT_REACHED, PASS, WARN, Context, Finding, Ours
 from launcher.remote import Node
 from launcher.running_checks import RUNNING_CHECKS
+from launcher.weights.contents import Contents
 
 __all__ = ["CHECKS", "FAIL", "PASS", "WARN", "Context", "Finding", "Ours", "check_skip", "context", "describe",
            "failed", "image_id", "ports_of", "request", "run_checks"]  # fmt: skip
 
-MODULES = (host_checks, fabric_checks, content_checks)
+MODULES = (host_checks, fabric_checks, content_checks, weights_checks, memory_plan)
 
 
 # What the checks look at
@@ -48,6 +51,7 @@ def context(
     found: Sequence[NodeFacts],
     previous: Mapping | None = None,
     units: Iterable[tuple[int, Mapping | None]] = (),
+    contents: Contents | LauncherError | None = None,
 ) -> Context:
     """Everything that the checks see. `units`: rank and state of what the launcher has started, as far as known."""
     running = [(rank, state) for rank, state in units if state and state.get("Running")]
@@ -57,7 +61,8 @@ def context(
         if state.get("Pid"):
             pids.setdefault(rank, set()).add(int(state["Pid"]))
     ours = Ours(names, {rank: frozenset(own) for rank, own in pids.items()})
-    return Context(config, nodes, found, discovery.find_links(config, found), ports_of(config), previous, ours)
+    links = discovery.find_links(config, found)
+    return Context(config, nodes, found, links, ports_of(config), previous, ours, contents)
 
 
 def image_id(context: Context) -> str:

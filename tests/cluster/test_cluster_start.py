@@ -1,12 +1,13 @@
 """The start script over several hosts: real SSH, Ray and vLLM, then with things broken on purpose."""
 
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from hosts import REPOSITORY, Hosts, Rdma, usual_rdma
+from hosts import FABRIC, LAN, REPOSITORY, Hosts, Rdma, usual_rdma
 from stand_in import make_python
 
 pytestmark = pytest.mark.cluster
@@ -131,6 +132,27 @@ def test_ctrl_c_while_loading_leaves_nothing(pair, tmp_path):
     pair.head.kill("start.sh tp2 start", signal.SIGINT)
     assert start.wait(90) == INTERRUPTED, log.read_text()
     assert pair.leftovers() == {}
+
+
+def received(host, link) -> int:
+    return int(host.check(["cat", f"/sys/class/net/{link.interface}/statistics/rx_bytes"]))
+
+
+def test_a_model_that_only_the_first_host_has_is_synced_over_the_fabric(pair):
+    shutil.copytree(REPOSITORY / "models/local", pair.head.home / "model")
+    size = sum(path.stat().st_size for path in (pair.head.home / "model").iterdir())
+    assert "there is no such folder" in pair.launch("check", MODEL_DIR="~/model").stdout
+    before = {link: received(pair.worker, link) for link in (FABRIC, LAN)}
+    done = pair.launch("sync", MODEL_DIR="~/model")
+    assert done.returncode == 0, done.stderr
+    assert received(pair.worker, FABRIC) - before[FABRIC] > size
+    assert received(pair.worker, LAN) - before[LAN] < 10_000
+    for path in (pair.head.home / "model").iterdir():
+        assert path.read_bytes() == (pair.worker.home / "model" / path.name).read_bytes()
+    lines = [line for line in pair.launch("check", MODEL_DIR="~/model").stdout.splitlines() if " weights " in line]
+    assert lines and all(line.startswith("PASS") for line in lines), lines
+    # What both hosts see at the same place is one folder.
+    assert "is this machine's own folder" in pair.launch("sync").stdout
 
 
 def test_a_worker_without_sshd_is_named(pair):

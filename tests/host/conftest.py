@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 import socket
 import struct
 from pathlib import Path
@@ -92,3 +93,35 @@ def shared_cluster_stub(tmp_path_factory):
         port = probe.getsockname()[1]
     with pretended_cluster(tmp_path_factory.mktemp("cluster"), port) as made:
         yield made
+
+
+@pytest.fixture
+def hub_machine(tmp_path, monkeypatch):
+    """A small Hub, and a machine that fetches from it."""
+    from hub_machine import Machine
+
+    made = Machine(tmp_path, monkeypatch)
+    yield made
+    made.hub.close()
+
+
+@pytest.fixture(scope="session")
+def loopback_node(tmp_path_factory):
+    from loopback import Loopback, unavailable
+
+    if why := unavailable():
+        pytest.fail(why)
+    loopback = Loopback(tmp_path_factory.mktemp("loopback"))
+    yield loopback
+    loopback.close()
+
+
+@pytest.fixture
+def pair(loopback_node, monkeypatch):
+    """Another node by SSH on loopback, and this process as the head; both homes are empty."""
+    for home in (loopback_node.head, loopback_node.worker, loopback_node.other):
+        shutil.rmtree(home)
+        home.mkdir()
+    for name, value in loopback_node.environment.items():
+        monkeypatch.setenv(name, value)
+    return loopback_node

@@ -9,7 +9,15 @@ from pathlib import Path
 from cluster_settings import NODES, settings
 
 from launcher import facts, preflight, remote
+from launcher.weights.contents import Contents, Share
 
+# What the headers of the full-size checkpoint say (test_weights_headers.py), in round numbers.
+GIB = 1 << 30
+CONTENTS = Contents(
+    {4: 37_152}, {"mcg": 37_152}, tuple(range(3, 46)), 0,
+    {Share("main", 16, 288): 142 * GIB, Share("main", 64): 14 * GIB, Share("main", 1): 2 * GIB,
+     Share("mtp", 16, 288): 4 * GIB, Share("vision", 1): GIB}, True, 86,
+)  # fmt: skip
 FOLDER = Path(__file__).with_name("data") / "facts"
 
 
@@ -23,16 +31,17 @@ def settings_for(count: int, **changes):
     return settings(f"tp{count}", **{**own, "CACHE_DIR": "~/.cache/glm53-exl3", **changes})
 
 
-def context(name: str, change=None, previous=None, units=(), **changes) -> preflight.Context:
+def context(name: str, change=None, previous=None, units=(), contents=CONTENTS, **changes) -> preflight.Context:
     """`change` is called with the records before they are read."""
     found = records(name)
     if change:
         change(found)
     if "native" in name:
         changes = {"RUNTIME": "native", "SPEC_METHOD": "none", **changes}
+        contents = None
     config = settings_for(len(found), **changes)
     nodes = remote.nodes_of(config)
-    return preflight.context(config, nodes, [facts.from_record(one) for one in found], previous, units)
+    return preflight.context(config, nodes, [facts.from_record(one) for one in found], previous, units, contents)
 
 
 def interface(records: list[dict], rank: int, device: str) -> dict:

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from recorded import FOLDER, context, give, records
 
-from launcher import discovery, facts, preflight
+from launcher import discovery, facts, preflight, weights_checks
 from launcher.errors import Exit, LauncherError
 from launcher.preflight import CHECKS, FAIL, PASS, WARN, Finding, run_checks
 
@@ -15,7 +15,7 @@ NAMES = [
     "ssh-access", "python", "docker", "gpu-runtime", "foreign-containers", "gpu-model", "gpu-driver", "gpu-clocks",
     "gpu-free", "memory-floor", "swap", "cma", "page-size", "nccl-conf", "pci-errors", "wall-clock", "ports-free",
     "address", "interface-up", "mtu", "link-speed", "link-bandwidth", "rdma-device", "second-rail", "rdma-gid",
-    "disk-space", "cache-folder", "image", "weights", "native-python",
+    "disk-space", "cache-folder", "image", "native-python", "weights", "rsync", "memory-plan",
 ]  # fmt: skip
 
 
@@ -117,14 +117,15 @@ SAID = [
     ("rdma-gid", "bad_fabric", 1, FAIL,
      r"no RoCE v2 entry for its own address ::ffff:192\.168\.100\.11; GID table of rocep1s0f1: 0 fe80::.*"
      r"3 ::ffff:192\.168\.100\.99 RoCE v2; all others are zero", r"sudo netplan apply on that node"),
-    ("disk-space", "bad_host", 1, FAIL, r"^0\.0 GiB free where cache, model, draft belong, 3\.5 GiB more",
-     r"free 3\.5 GiB"),
+    ("disk-space", "bad_host", 1, FAIL, r"^0\.0 GiB free where cache, model, draft belong, 2\.8 GiB more",
+     r"free 2\.8 GiB"),
     ("cache-folder", "bad_host", 1, FAIL, r"glm53-exl3 cannot be written", r"chown"),
     ("image", "bad_node", 1, FAIL, r"glm-5\.3-flash-exl3:vllm-0\.33\.0 is not there",
      r"docker save glm.* \| ssh 192\.168\.100\.11 docker load"),
     ("image", "bad_host", 1, FAIL, r"differs: sha256:ffee0011ffee here, sha256:0a1b2c3d0a1b on node 0", r"docker save"),
     ("weights", "bad_node", 1, FAIL, r"/data/glm: there is no such folder",
-     r"^rsync -a --partial --mkpath /data/glm/ 192\.168\.100\.11:/data/glm/$"),
+     r"^\./start\.sh sync copies from node 0 and verifies there; a start does it, too$"),
+    ("rsync", "bad_node", 1, FAIL, r"not installed, and weights have to be copied", r"apt-get install rsync"),
     ("native-python", "bad_native", 1, FAIL, r"ray 2\.59\.0, 2\.60\.0 elsewhere", r"same versions"),
 ]  # fmt: skip
 
@@ -177,7 +178,7 @@ def test_topic_that_could_not_be_read_fails_its_checks_only():
 
     findings = run_checks(context("good_tp2", change))
     failing = [finding for finding in findings if finding.level != PASS]
-    assert {finding.check for finding in failing} == {"memory-floor", "swap", "cma"}
+    assert {finding.check for finding in failing} == {"memory-floor", "swap", "cma", "memory-plan"}
     assert all(finding.seen == "memory could not be read: OSError: no" for finding in failing)
 
 
@@ -479,7 +480,7 @@ def test_room_that_is_missing_is_counted_by_disk_and_what_is_there_is_subtracted
         records[1]["probe"]["paths"]["model"]["checkpoint"] = None
 
     finding = only(findings_of("disk-space", "good_tp2", nothing_there), 1, FAIL)
-    assert "164.1 GiB more are needed" in finding.seen
+    assert "164.2 GiB more are needed" in finding.seen
 
 
 def test_room_for_a_missing_image_is_checked_where_docker_keeps_it():
@@ -529,7 +530,7 @@ def test_weights_of_two_folders_are_compared():
         in size.seen
     )
     assert "no readable model.safetensors.index.json and no model.safetensors" in draft.seen
-    assert draft.fix.startswith("rsync ")
+    assert draft.fix.startswith("./start.sh sync ")
     assert len(findings) == 4
 
 
@@ -545,7 +546,7 @@ def test_small_files_must_be_the_same_to_the_byte(name):
 
     assert (
         f"{name} is another one"
-        in only([one for one in findings_of("weights", "good_tp2", change) if one.level == FAIL], 1, FAIL).seen
+        in only(findings_of("weights", "good_tp2", change), 1, FAIL).seen
     )
 
 
@@ -558,11 +559,81 @@ def test_missing_shard_is_named_on_the_first_node_with_the_download():
     assert finding.fix.startswith("./download.sh")
 
 
-def test_rsync_takes_port_and_key():
-    finding = only(findings_of("weights", "bad_node", SSH_USER="spark", SSH_PORT=2222), 1, FAIL)
-    assert finding.fix == (
-        "rsync -a --partial --mkpath -e 'ssh -p 2222' /data/glm/ spark@192.168.100.11:/data/glm/"
-    )  # fmt: skip
+def record_change(rank, **values):
+    def change(records):
+        there = records[rank]["probe"]["paths"]["model"]["checkpoint"]
+        there["record"] = {**there["record"], **values} if values else None
+
+    return change
+
+
+WEIGHTS = [
+    # node, what its record says instead, what is seen, what to do
+    (0, {}, "/data/glm: nobody has verified it", "./download.sh verify"),
+    (0, {"error": "JSONDecodeError: no"}, "its record .exl3-verified.json cannot be read", "./download.sh verify"),
+    (0, {"changed": ["a", "b"]}, "2 files are not as they were when they were verified, first a",
+     "./download.sh verify"),
+    (1, {}, "/data/glm: nobody has verified it", "./start.sh sync "),
+    (1, {"error": "no"}, "its record .exl3-verified.json cannot be read (no)", "./start.sh sync "),
+    (1, {"changed": ["a"]}, "1 files are not as they were when they were verified, first a", "./start.sh sync "),
+    (1, {"digest": "00" * 32, "revision": "1" * 40}, "other weights (Mia-AiLab/GLM-5.3-Flash-EXL3-TR3-4bpw at "
+     "111111111111) than on node 0 (Mia-AiLab/GLM-5.3-Flash-EXL3-TR3-4bpw at 25a44fdbf168)", "./start.sh sync "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("node, record, seen, fix", WEIGHTS)
+def test_weights_that_nobody_verified_or_that_differ_are_refused(node, record, seen, fix):
+    findings = findings_of("weights", "good_tp2", record_change(node, **record))
+    finding = only(findings, node, FAIL)
+    assert seen in finding.seen and finding.fix.startswith(fix)
+
+
+def test_a_file_that_nobody_verified_is_named():
+    findings = findings_of("weights", "good_tp2", record_change(1, extra=["other.safetensors"]))
+    warning = only(findings, 1, WARN)
+    assert warning.seen == "/data/glm: other.safetensors is not one of the verified files"
+
+
+def make_small(records):
+    for one in records:
+        one["probe"]["paths"]["model"]["checkpoint"].update(
+            is_small=True, record=None, sizes={"model.safetensors": 5}, shards=None, hashes={"model.safetensors": "ab"}
+        )
+
+
+def test_a_small_checkpoint_is_hashed_and_needs_no_record():
+    def change(records):
+        make_small(records)
+        records[1]["probe"]["paths"]["model"]["checkpoint"]["hashes"]["model.safetensors"] = "cd"
+
+    findings = findings_of("weights", "good_tp2", make_small, SPEC_METHOD="none")
+    assert {finding.level for finding in findings} == {PASS} and "hashed just now" in findings[0].seen
+    finding = only(findings_of("weights", "good_tp2", change), 1, FAIL)
+    assert "model.safetensors is another one than on node 0" in finding.seen
+
+
+def test_a_sync_helps_those_whose_weights_are_wrong_once_the_first_node_is_right():
+    def ranks(change):
+        return weights_checks.workers_to_fill(context("good_tp2", change))
+
+    assert ranks(None) == []
+    assert ranks(record_change(1)) == [1]
+    assert ranks(record_change(0)) == []
+    assert weights_checks.workers_to_fill(context("bad_unreached")) == []
+    assert weights_checks.bytes_to_fill(context("good_tp2")) == 178_215_600_276
+
+
+def test_rsync_is_needed_only_where_something_is_to_be_copied():
+    def without(records):
+        records[1]["probe"]["host"]["rsync"] = ""
+
+    def without_both(records):
+        without(records)
+        record_change(1)(records)
+
+    assert "before the weights change" in only(findings_of("rsync", "good_tp2", without), 1, WARN).fix
+    finding = only(findings_of("rsync", "good_tp2", without_both), 1, FAIL)
+    assert finding.fix == "sudo apt-get install rsync on that node"
 
 
 @pytest.mark.parametrize("values, seen", [

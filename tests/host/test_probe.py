@@ -12,6 +12,8 @@ import pytest
 
 from launcher import facts, probe, remote
 from launcher.facts import Address, Gid, Link, Listener
+from launcher.weights import record
+from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
 
 ADDRESSES = [{"interface": "enp1s0f1np1", "address": "10.0.0.1", "prefix": 24}]
 LINK_LOCAL = "fe80:0000:0000:0000:4ebb:47ff:fe00:0001"
@@ -218,7 +220,50 @@ def test_checkpoint_is_seen_by_names_sizes_and_hashes(tree, no_tools, capsys):
     assert model.checkpoint.shards == ("a.safetensors", "b.safetensors")
     assert model.checkpoint.missing == ["b.safetensors"]
     assert model.checkpoint.sizes["a.safetensors"] == 5
-    assert set(model.checkpoint.hashes) == {"config.json", "model.safetensors.index.json"}
+    assert set(model.checkpoint.hashes) == {"a.safetensors", "config.json", "model.safetensors.index.json"}
+    assert model.checkpoint.is_small and model.checkpoint.record is None
+
+
+def test_a_large_checkpoint_is_known_by_its_record(tree, no_tools, capsys):
+    folder = tree / "data/glm"
+    write(tree, "data/glm/config.json", "{}")
+    write(tree, "data/glm/.exl3-sync/partial/model.safetensors", "12345")
+    with (folder / "model.safetensors").open("wb") as stream:
+        stream.truncate(probe.SMALL_BYTES + 1)
+
+    def checkpoint():
+        return typed(look(capsys, tree, {"paths": {"model": "/data/glm"}})).paths["model"].checkpoint
+
+    assert set(checkpoint().hashes) == {"config.json"}
+    assert not checkpoint().is_small and checkpoint().record is None and checkpoint().unfinished_bytes == 5
+    names = ("config.json", "model.safetensors")
+    manifest = Manifest("o/p", "f" * 40, tuple(FileEntry(name, 1, "ab" * 32) for name in names))
+    record.write(folder, Verified(manifest, {name: FileStat.of(folder / name) for name in names}))
+    assert probe.RECORD == record.NAME
+    found = checkpoint().record
+    assert (found.pack, found.revision, found.total_bytes, found.changed, found.extra, found.error) == (
+        "o/p", "f" * 40, 2, (), (), ""
+    )  # fmt: skip
+    for name in ("config.json", "other.safetensors", "canary.json", "notes.txt"):
+        write(tree, f"data/glm/{name}", "changed")
+    assert (checkpoint().record.changed, checkpoint().record.extra) == (("config.json",), ("other.safetensors",))
+    (folder / record.NAME).write_text("{}")
+    assert "KeyError" in checkpoint().record.error
+    (folder / record.NAME).unlink()
+    (folder / record.NAME).mkdir()
+    assert "IsADirectoryError" in checkpoint().record.error
+
+
+def test_the_records_digest_tells_other_bytes_apart(tree, no_tools, capsys):
+    def digest(name, sha256):
+        folder = tree / name
+        write(tree, f"{name}/a", "a")
+        manifest = Manifest("o/p", "r", (FileEntry("a", 1, sha256 * 32), FileEntry("b", 1, "cd" * 32)))
+        stat = FileStat.of(folder / "a")
+        record.write(folder, Verified(manifest, {"a": stat, "b": stat}))
+        return typed(look(capsys, tree, {"paths": {"model": f"/{name}"}})).paths["model"].checkpoint.record.digest
+
+    assert digest("one", "ab") == digest("two", "ab") != digest("three", "ac")
 
 
 @pytest.mark.parametrize("index", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": []}}'])

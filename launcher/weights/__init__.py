@@ -1,0 +1,1 @@
+"""Weights: fetched or adopted, verified, and placed where they are served from."""

@@ -1,0 +1,186 @@
+"""Another node while weights are put there: the small program on it, rsync to it, and the hashes that it finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher import probe, remote
+from launcher.errors import Exit, LauncherError
+from launcher.remote import Node
+from launcher.weights import hashing, record
+from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
+
+WORKER = Path(__file__).with_name("worker.py")
+HASHING = Path(hashing.__file__)
+GIB = 1 << 30
+# bytes, per cent, rate, time; what the other side complains about can follow on the same line
+PROGRESS = re.compile(rb"\s*(\d+)\s+\d+%\s+\S+\s+[\d:?]+\s*(?:\(xfr[^)]*\))?\s*")
+
+
+def label(node: Node) -> str:
+    return f"node {node.rank} ({node.address})"
+
+
+def spoken(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB / 10 else f"{size_bytes / (1 << 20):.1f} MiB"
+
+
+def spoken_time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+@dataclass
+class Step:
+    """What happens on one node, for the line of progress."""
+
+    doing: str = "looking"
+    done: int = 0
+    total: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def enter(self, doing: str, total: int = 0) -> None:
+        self.doing, self.done, self.total, self.began = doing, 0, total, time.monotonic()
+
+    def __str__(self) -> str:
+        if not self.total:
+            return self.doing
+        rate = self.done / max(time.monotonic() - self.began, 0.001)
+        left = f", {spoken_time((self.total - self.done) / rate)} left" if self.done else ""
+        return f"{self.doing} {spoken(self.done)} of {spoken(self.total)}, {spoken(rate)}/s{left}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A folder on a node, as worker.py has looked at it."""
+
+    folder: str
+    record: Verified | None  # what it says is verified
+    old: Verified | None  # the same, or what a sync that was broken off has begun to replace
+    stats: Mapping[str, FileStat | None]  # of each file that was asked for
+    folders: tuple[str, ...]  # names that should be files
+    others: tuple[str, ...]
+    missing_programs: tuple[str, ...]
+    mount: tuple[str, str]  # kind and source of the file system
+
+    def still_good(self, manifest: Manifest) -> dict[str, FileStat]:
+        """Files of the manifest that were verified there and look as they did then."""
+        known = self.old.manifest.by_name() if self.old else {}
+        return {
+            name: self.old.stats[name]
+            for name, entry in manifest.by_name().items()
+            if known.get(name) == entry and self.stats[name] == self.old.stats[name]
+        }
+
+    def of_right_size(self, entries: Sequence[FileEntry]) -> list[str]:
+        return [one.name for one in entries if self.stats[one.name] and self.stats[one.name].bytes == one.bytes]
+
+
+def seen_of(reply: Mapping) -> Seen:
+    return Seen(
+        folder=reply["folder"],
+        record=read_record(reply["record"]),
+        old=read_record(reply["record"]) or read_record(reply["before"]),
+        stats={name: stat and FileStat(*stat) for name, stat in reply["stats"].items()},
+        folders=tuple(reply["folders"]),
+        others=tuple(name for name in reply["others"] if name not in probe.USERS_OWN),
+        missing_programs=tuple(name for name, path in reply["programs"].items() if not path),
+        mount=tuple(reply["mount"]),
+    )
+
+
+def read_record(text: str | None) -> Verified | None:
+    """A record that cannot be read says nothing; it is written anew."""
+    try:
+        return Verified.from_json(json.loads(text)) if text else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class Agent:
+    """worker.py on a node, for as long as the block lasts. Its lock there ends with it."""
+
+    def __init__(self, node: Node, folder: str) -> None:
+        self.node = node
+        argv = ["python3", "-c", WORKER.read_text()]
+        self.process = start(node, argv, stdin=subprocess.PIPE)
+        self.send({"folder": folder, "record": record.NAME})
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *_) -> None:
+        remote.kill(self.process)
+
+    def send(self, request: Mapping) -> None:
+        try:
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            raise self.lost() from None
+
+    def ask(self, what: str, **fields) -> dict:
+        self.send({"do": what, **fields})
+        for line in self.process.stdout:
+            if line.startswith(b"{"):  # some login shells greet first
+                reply = json.loads(line)
+                if "refused" in reply:
+                    raise LauncherError(f"{label(self.node)}: {reply['refused']}.", Exit.SETUP)
+                return reply
+        raise self.lost()
+
+    def look(self, names: Sequence[str]) -> Seen:
+        return seen_of(self.ask("look", names=list(names)))
+
+    def lost(self) -> LauncherError:
+        self.process.wait()
+        said = remote.Result(self.process.returncode, b"", self.process.stderr.read()).message
+        return LauncherError(
+            f"{label(self.node)}: the connection ended ({said}); see that `ssh {self.node.login} python3 --version` "
+            f"answers, then run this again: what has arrived is kept.",
+            Exit.SETUP,
+        )
+
+
+def start_here(argv: Sequence[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def start(node: Node, argv: Sequence[str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen:
+    return subprocess.Popen(
+        remote.command_for(node, argv), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def rsync(node: Node, source: Path, folder: str, work: str) -> list[str]:
+    """Reads names, each ended by a NUL, from its input. All are sent, whatever size and time say, as differences to
+    what is there. The receiver holds the folder's lock, and whoever is killed here takes his rsync along."""
+    return [
+        "setpriv", "--pdeathsig", "KILL", "--",
+        "rsync", "--files-from=-", "--from0", "--copy-links", "--times", "--chmod=D755,F644", "--perms",
+        "--ignore-times", f"--temp-dir={work}", f"--partial-dir={work}/partial",
+        "--info=progress2", "--no-human-readable", "--outbuf=N",
+        "-s",  # no shell reads the paths; its long name is another one in older versions
+        f"--rsync-path={remote.quoted(['flock', '--shared', f'{work}/lock', 'rsync']).decode()}",
+        *remote.rsync_transport(node), f"{source}/", remote.rsync_target(node, f"{folder}/"),
+    ]  # fmt: skip
+
+
+def pieces(stream) -> Iterator[bytes]:
+    """Lines that end with a carriage return or a line feed."""
+    rest = b""
+    while block := os.read(stream.fileno(), 65536):
+        *lines, rest = re.split(rb"[\r\n]", rest + block)
+        yield from lines
+    yield rest
+
+
