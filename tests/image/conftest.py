@@ -84,6 +84,7 @@ def base(buildah, vllm_wheel) -> str:
     small_base.debian(root)
     small_base.add_pip(root)
     small_base.add_packages(root, vllm_wheel)
+    small_base.compile_python(root)
     file = buildah.folder / "small.dockerfile"
     file.write_text("FROM scratch\nCOPY . /\n")
     done = buildah.build(root, "-q", "-t", "small-base", dockerfile=file)

@@ -84,6 +84,12 @@ def add_pip(folder: Path) -> None:
         wheel.extractall(folder / SITE)
 
 
+def compile_python(folder: Path) -> None:
+    """Debian does it when a package is configured. Without, every start of pip would."""
+    for words in (("check",), ("install", "--no-index", "--dry-run", "--require-hashes", "none"), ("download", "--help")):
+        subprocess.run(["chroot", folder, "python3", "-m", "pip", *words], capture_output=True)
+
+
 def distribution(folder: Path, name: str, version: str, files: dict[str, str], metadata: str = "") -> None:
     """Lays files with their RECORD and METADATA into a site folder."""
     info = f"{name.replace('-', '_')}-{version}.dist-info"

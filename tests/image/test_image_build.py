@@ -138,22 +138,5 @@ def test_missing_kernels_are_refused(build, context):
     refused(build(context(kernels=False)), "selfcheck: ", "_kernels.so: is not there")
 
 
-def test_kernels_without_an_operator_are_refused(build, context):
-    refused(build(context(operators="decode_inner fat_moe")), "has no operator fat_moe_workspace_bytes")
-
-
 def test_kernels_for_another_gpu_are_refused(build, context):
     refused(build(context(architecture=90)), "has no code for 12.1a, only for 9.0a")
-
-
-def test_a_changed_class_of_vllm_is_refused(buildah, build, context, tmp_path):
-    edited = f"sed -i 's/class Glm5NextLinearAttention/class Glm5NextOther/' /{SITE}/vllm/models/glm5next/common/kda.py"
-    other = buildah.variant("other-class", tmp_path, f"RUN {edited}")
-    refused(build(context(), image=other), "kda:Glm5NextLinearAttention: is not what the plugin was written for")
-
-
-def test_a_missing_extension_is_refused_unless_it_was_left_out_by_name(build, context):
-    folder = context()
-    # As if the build had lost it: the record then does not say that it was left out.
-    edit(folder / "image/install.py", '"skipped" if', '"1.6.5" if')
-    refused(build(folder), "exllamav3_ext: is not there", "exllamav3: is not installed")
