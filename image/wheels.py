@@ -1,4 +1,4 @@
-"""Makes or finds every wheel that goes into the image, and the library of launcher/fabric_bind.c: the build stage's work.
+"""Makes or finds every wheel that goes into the image, and the library of launcher/fabric_bind.c: the build stage.
 
 python3 image/wheels.py BASE OUT      BASE as image/base.py took it; OUT gets wheels/ and fabric_bind.so
 
@@ -39,6 +39,21 @@ RATES = {
     "--gemm": ",".join(f"{bits}:{codebook}" for bits in range(1, 9) for codebook in (0, 1, 2)),
     "--coop": ",".join(map(str, range(1, 9))),
 }
+
+METADATA = f"""\
+Metadata-Version: 2.1
+Name: exllamav3-ext
+Version: {EXLLAMAV3}
+Summary: The compiled extension of exllamav3 without its Python package
+License: MIT
+"""
+WHEEL = """\
+Wheel-Version: 1.0
+Generator: image/wheels.py
+Root-Is-Purelib: false
+Tag: {kind}
+Build: {tag}
+"""
 
 
 class WheelError(RuntimeError):
@@ -103,8 +118,8 @@ def pip(*words: str, what: str, environment: dict[str, str] | None = None) -> No
     done = subprocess.run([*PIP, *words], env={**os.environ, **(environment or {})})
     if done.returncode:
         raise WheelError(
-            f"{what}: pip could not get it, see above. Without a network, put the wheels into image/wheels and build with "
-            f"OFFLINE=1 (docs/image.md)"
+            f"{what}: pip could not get it, see above. Without a network, put the wheels into image/wheels and build "
+            f"with OFFLINE=1 (docs/image.md)"
         )
 
 
@@ -133,7 +148,9 @@ def vendored(name: str, tag: str, settings: Settings) -> Path | None:
     right = [path for path in there if path.name.split("-")[2] == tag]
     if right:
         return right[0]
-    others = f"{', '.join(path.name for path in there)} there was made from other sources" if there else "it is not there"
+    others = (
+        f"{' and '.join(path.name for path in there)} there was made from other sources" if there else "none is there"
+    )
     if settings.offline:
         raise WheelError(
             f"{name}: OFFLINE=1 needs its wheel with the build tag {tag} in image/wheels, and {others}; make it where "
@@ -182,7 +199,7 @@ def extension_command(tools_folder: Path, folder: Path, settings: Settings) -> l
 
     headers = sysconfig.get_paths()["include"]
     if not Path(headers, "Python.h").is_file():
-        raise WheelError(f"exllamav3_ext: {headers}/Python.h is not in the base; build on one that has it, or EXLLAMAV3=skip")
+        raise WheelError(f"exllamav3_ext: {headers}/Python.h is not in the base; build on one that has it")
     rates = [word for pair in RATES.items() for word in pair]
     return [
         sys.executable, str(EXTENSION_BUILDER), "--source", str(tools_folder / "exllamav3"),
@@ -199,8 +216,10 @@ def cuda_libraries() -> Path:
     for place in [*(Path(path, "nvidia/cu13") for path in sys.path), Path("/usr/local/cuda")]:
         if (place / "include/cublas_v2.h").is_file():
             return place
-    raise WheelError("exllamav3_ext: no cublas_v2.h in nvidia/cu13 of the base's Python or in /usr/local/cuda; build on "
-                     "a base that has CUDA 13's headers, or EXLLAMAV3=skip")  # fmt: skip
+    raise WheelError(
+        "exllamav3_ext: no cublas_v2.h in nvidia/cu13 of the base's Python or in /usr/local/cuda; build on a base that "
+        "has CUDA 13's headers"
+    )
 
 
 def pack_extension(library: Path, tag: str, folder: Path) -> Path:
@@ -211,10 +230,8 @@ def pack_extension(library: Path, tag: str, folder: Path) -> Path:
     target, info = folder / f"exllamav3_ext-{EXLLAMAV3}-{tag}-{kind}.whl", f"exllamav3_ext-{EXLLAMAV3}.dist-info"
     with WheelFile(target, "w") as file:
         file.write(library, library.name)
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: exllamav3-ext\nVersion: {EXLLAMAV3}\n"
-                      "Summary: The compiled extension of exllamav3 without its Python package\nLicense: MIT\n")  # fmt: skip
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: image/wheels.py\nRoot-Is-Purelib: false\n"
-                      f"Tag: {kind}\nBuild: {tag}\n")  # fmt: skip
+        file.writestr(f"{info}/METADATA", METADATA)
+        file.writestr(f"{info}/WHEEL", WHEEL.format(kind=kind, tag=tag))
     return target
 
 
@@ -223,7 +240,8 @@ def tools(out: Path, settings: Settings) -> dict[str, str]:
     folder = out / "tools"
     if not folder.is_dir():
         pip("install", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-compile", *settings.index,
-            "--target", str(folder), "--requirement", str(TOOLS_LOCK), what=str(TOOLS_LOCK.relative_to(ROOT)))  # fmt: skip
+            "--target", str(folder), "--requirement", str(TOOLS_LOCK),
+            what=str(TOOLS_LOCK.relative_to(ROOT)))  # fmt: skip
     home = folder / "nvidia/cu13"
     sys.path.append(str(folder))
     return {"PYTHONPATH": str(folder), "CUDA_HOME": str(home), "PATH": f"{home / 'bin'}:{os.environ['PATH']}"}

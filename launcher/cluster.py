@@ -9,10 +9,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher import cluster_life, cluster_plan, console, envfile
+from launcher import caches, cluster_life, cluster_plan, console, envfile, images
 from launcher.commands import REPOSITORY
 from launcher.config import Config, load, of_what_runs
 from launcher.errors import Exit, LauncherError
+from launcher.lifecycle import signals_interrupt
 from launcher.topology import TOPOLOGIES, Topology
 
 # command -> what it does
@@ -25,8 +26,18 @@ COMMANDS = {
     "check": "look at every node and report; changes nothing",
     "plan": "print what each node will run, secrets left out; needs no node",
     "shell": "open a shell where a rank runs",
+    "image": "build, pull, choose, copy or warm up the image of the containers, or tell what each node has",
     "key": "make an API key, store it in the env file and so open the API to the network",
     "import": "read the env file of an older recipe and write ours",
+}
+
+IMAGE_COMMANDS = {
+    "build": "build it here from the released vLLM image, and copy it to the other nodes",
+    "pull": "fetch one from a registry, and copy it to the other nodes",
+    "use": "make an image of this machine the one that containers are started from, such as the previous one",
+    "copy": "send this machine's image to the nodes that lack it",
+    "warm": "compile on this node what needs no model, and copy the caches to the other nodes",
+    "status": "tell what each node has, and whether it is what this checkout would build",
 }
 
 # What needs no settings: the state of the run says which nodes, and how to reach and to end what is there.
@@ -47,9 +58,38 @@ def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
             command.add_argument("rank", nargs="?", type=int, default=0, choices=ranks, help="Default: 0.")
         if name == "logs":
             command.add_argument("-f", "--follow", action="store_true", help="Keep printing until Ctrl-C.")
+        if name == "image":
+            add_image_commands(command)
         if name == "import":
             command.add_argument("file", type=Path, metavar="OLD/.env")
     return parser
+
+
+def add_image_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    made = {name: commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
+            for name, doc in IMAGE_COMMANDS.items()}  # fmt: skip
+    build = made["build"]
+    build.add_argument("--base", default="", help="vLLM's image, also with a digest. Default: the Dockerfile's.")
+    build.add_argument("--offline", action="store_true", help="Download nothing: image/wheels has every wheel.")
+    build.add_argument("--skip-exllamav3", action="store_true", help="Leave its extension out, to try a build.")
+    build.add_argument("--jobs", type=int, help="Compilers at once. Default: by cores and memory.")
+    made["pull"].add_argument("name", nargs="?", default="", help="Default: what IMAGE names.")
+    made["use"].add_argument("name", help="An image of this machine.")
+
+
+def run_image_command(config: Config, options: argparse.Namespace) -> Exit:
+    if config["RUNTIME"] != "docker":
+        raise LauncherError(f"image: RUNTIME={config['RUNTIME']} uses none; set RUNTIME=docker.", Exit.USAGE)
+    with signals_interrupt():
+        if options.what == "build":
+            chosen = images.Options(options.base, options.offline, options.skip_exllamav3, options.jobs)
+            return images.build(config, chosen)
+        if options.what in ("pull", "use"):
+            return getattr(images, options.what)(config, options.name)
+        if options.what == "warm":
+            return caches.warm(config)
+        return getattr(images, options.what)(config)
 
 
 def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
@@ -72,6 +112,8 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return cluster_life.logs(config, options.rank, options.follow)
     if options.command == "shell":
         return cluster_life.shell(config, options.rank)
+    if options.command == "image":
+        return run_image_command(config, options)
     return getattr(cluster_life, options.command)(config)
 
 

@@ -18,16 +18,18 @@ from launcher import (
     console,
     discovery,
     facts,
+    images,
     link_runs,
     phases,
     preflight,
+    recipe,
     remote,
     running_checks,
     watch,
 )
 from launcher import plan as texts
-from launcher.cluster_state import ClusterState, Files, StartedUnit, new_state
-from launcher.commands import REPOSITORY
+from launcher.cluster_state import ClusterState, Files, StartedUnit, files_of, new_state
+from launcher.content_checks import RECIPE_LABEL
 from launcher.errors import Exit, LauncherError
 from launcher.lifecycle import duration, signals_ignored, signals_interrupt
 from launcher.remote import Node
@@ -40,11 +42,6 @@ STUCK_AFTER_S, LOOK_AGAIN_S = 15, 3
 # The real model thinks before it answers.
 CANARY_TOKENS = 2048
 CANARIES = Path(__file__).parent / "canaries"
-
-
-def files_of(config) -> Files:
-    folder = Path(str(config["RUN_DIR"])).expanduser()
-    return Files(folder if folder.is_absolute() else REPOSITORY / folder, config.topology.name)
 
 
 def door_of(config) -> str:
@@ -61,9 +58,8 @@ def look(config, state: ClusterState | None) -> preflight.Context:
     nodes = remote.nodes_of(config)
     units = state.units if state else ()
     found = facts.gather(nodes, preflight.request(config))
-    context = preflight.context(
-        config, nodes, found, files_of(config).read_record(), [(unit.node.rank, watch.state_of(unit)) for unit in units]
-    )
+    states = [(unit.node.rank, watch.state_of(unit)) for unit in units]
+    context = preflight.context(config, nodes, found, files_of(config).read_record(), states, recipe.digest())
     return context if link_runs.CHECK in config["SKIP_CHECKS"] else link_runs.with_runs(context)
 
 
@@ -76,8 +72,13 @@ def check(config) -> Exit:
     return Exit.REFUSED if preflight.failed(findings) else Exit.OK
 
 
-def refuse_bad_findings(context) -> None:
+def refuse_bad_findings(context, besides: Sequence[str] = ()) -> None:
+    """`besides` names checks that are made all the same once what they look at has been seen to."""
     findings = preflight.run_checks(context, context.config["SKIP_CHECKS"])
+    if besides:
+        findings = [finding for finding in findings if finding.check not in besides]
+        if not preflight.failed(findings):
+            return
     shown = [finding for finding in findings if finding.level != "PASS"]
     console.say(f"{len(findings) - len(shown)} checks passed." + ("\n" + preflight.describe(shown) if shown else ""))
     for rank, change in discovery.changes(context.fabrics, context.previous):
@@ -142,6 +143,10 @@ def launch(config, *, may_replace: bool) -> Exit:
                 Exit.BUSY,
             )
         with console.phase("checks"):
+            context = look(config, state)
+        if images.behind(context):
+            refuse_bad_findings(context, besides=("image",))
+            images.copy_to_others(config)
             context = look(config, state)
         refuse_bad_findings(context)
         plan, questions = plan_of(context), questions_of(config)
@@ -321,6 +326,7 @@ def record_of(context, plan: cluster_plan.Plan) -> dict:
         "topology": config.topology.name,
         "image": str(config["IMAGE"]),
         "image_id": preflight.image_id(context),
+        "image_recipe": context.facts[0].image.labels.get(RECIPE_LABEL, "") if context.facts[0].image else "",
         "image_digests": list(context.facts[0].image.digests) if context.facts[0].image else [],
         "fabrics": discovery.record_of(context.fabrics),
         "sources": {name: source for name, source in sorted(config.sources.items()) if source != "built-in"},

@@ -45,6 +45,7 @@ class Context:
     ports: Mapping[int, Sequence[int]] = field(default_factory=dict)  # rank -> ports that its processes will open
     previous: Mapping | None = None  # record of the last start, see discovery.record_of
     ours: Ours = Ours()
+    recipe: str = ""  # digest of what this checkout would put into an image; empty: not compared
 
     @property
     def is_native(self) -> bool:

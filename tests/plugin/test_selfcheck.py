@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from vllm_exl3 import few_rows, glm5_next, overrides, selfcheck
 
 from launcher.running_checks import PINS
-from vllm_exl3 import few_rows, glm5_next, overrides, selfcheck
 
 
 def problems(lines) -> list[str]:
@@ -25,8 +25,9 @@ def test_pins_are_the_launcher_s():
 
 @pytest.mark.parametrize("package, version", [("vllm", "0.34.0"), ("flashinfer-python", "0.7.1")])
 def test_another_version_is_refused(package, version):
-    assert f"{package}: is {version}, needed is {selfcheck.PINS[package][0]}" in selfcheck.wrong_version(package, version)
-    assert selfcheck.wrong_version(package, selfcheck.PINS[package][0] + "+cu130") is None
+    wanted = selfcheck.PINS[package][0]
+    assert f"{package}: is {version}, needed is {wanted}" in selfcheck.wrong_version(package, version)
+    assert selfcheck.wrong_version(package, wanted + "+cu130") is None
 
 
 def test_the_cpu_build_needs_no_flashinfer(monkeypatch):
@@ -83,12 +84,14 @@ def test_the_released_vllm_passes(tmp_path):
     """vLLM 0.33.0 and FlashInfer as released, with nothing that they need; only the kernels are not built here."""
     pip = [sys.executable, "-m", "pip", "-q", "--no-cache-dir", "--disable-pip-version-check"]
     wheels = [f"{name}=={version}" for name, (version, _) in selfcheck.PINS.items()]
-    install = [*pip, "install", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(tmp_path), *wheels]
-    subprocess.run(install, check=True)
-    source = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from vllm_exl3 import selfcheck; selfcheck.main(['--no-gpu'])"
+    install = [*pip, "install", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(tmp_path)]
+    subprocess.run([*install, *wheels], check=True)
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    source = f"{path}; from vllm_exl3 import selfcheck; selfcheck.main(['--no-gpu'])"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
-    for line in ("vllm: vllm 0.33.0", "flashinfer: flashinfer-python 0.7.2.post1", f"torch: torch {torch.__version__}"):
-        assert line in done.stdout.splitlines()
+    said = done.stdout.splitlines()
+    assert "vllm: vllm 0.33.0" in said and "flashinfer: flashinfer-python 0.7.2.post1" in said
+    assert f"torch: torch {torch.__version__}" in said
     assert done.stdout.count("override: vllm.") == len(glm5_next.TABLE)
     missing = done.stderr.strip().splitlines()
     assert all(line.startswith("selfcheck: ") for line in missing)
