@@ -6,8 +6,9 @@ import tarfile
 import pytest
 from stub_cluster import an_image
 
-from launcher import caches, cluster_life, commands
+from launcher import caches, cluster_state, commands, remote, watch
 from launcher.errors import Exit, LauncherError
+from launcher.state import this_process
 
 OURS, OTHER = an_image("a", "l1"), an_image("b", "l2")
 KEY = "a" * 12
@@ -85,10 +86,15 @@ def test_nodes_with_different_images_share_no_caches(stub):
     assert stub.calls("run") == []
 
 
-def test_caches_in_use_are_left_alone(stub):
-    cluster_life.start(stub.config())
+def test_caches_in_use_are_left_alone(stub, monkeypatch):
+    config, node = stub.config(), remote.Node(0, "10.0.0.1")
+    unit = commands.Unit("ray", start=(), state=(), logs=(), follow=(), stop=())
+    running = cluster_state.ClusterState("ready", this_process(), "", units=(cluster_state.StartedUnit(node, unit),))
+    cluster_state.files_of(config).write_state(running)
+    monkeypatch.setattr(watch, "state_of", lambda unit: {"Running": True})
     with pytest.raises(LauncherError, match="runs and uses these caches"):
-        caches.warm(stub.config())
+        caches.warm(config)
+    cluster_state.files_of(config).forget_state()
 
 
 def test_the_mark_comes_last(stub, tmp_path):
