@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher import cluster_life, cluster_plan, cluster_service, console, envfile, memory_plan
+from launcher import caches, cluster_life, cluster_plan, cluster_service, console, envfile, images, memory_plan
 from launcher.commands import REPOSITORY
 from launcher.config import Config, load, of_what_runs
 from launcher.errors import Exit, LauncherError
@@ -31,8 +31,18 @@ COMMANDS = {
     "share": "say how the other nodes can read node 0's weights over NFS instead; --yes does it",
     "plan": "print what each node will run, secrets left out; needs no node",
     "shell": "open a shell where a rank runs",
+    "image": "build, pull, choose, copy or warm up the image of the containers, or tell what each node has",
     "key": "make an API key, store it in the env file and so open the API to the network",
     "import": "read the env file of an older recipe and write ours",
+}
+
+IMAGE_COMMANDS = {
+    "build": "build it here from the released vLLM image, and copy it to the other nodes",
+    "pull": "fetch one from a registry, and copy it to the other nodes",
+    "use": "make an image of this machine the one that containers are started from, such as the previous one",
+    "copy": "send this machine's image to the nodes that lack it",
+    "warm": "compile on this node what needs no model, and copy the caches to the other nodes",
+    "status": "tell what each node has, and whether it is what this checkout would build",
 }
 
 # What needs no settings: the state of the run says which nodes, and how to reach and to end what is there.
@@ -60,9 +70,38 @@ def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
         if name == "share":
             command.add_argument("--undo", action="store_true", help="Take it back.")
             command.add_argument("--yes", action="store_true", help="Run the commands, with sudo where needed.")
+        if name == "image":
+            add_image_commands(command)
         if name == "import":
             command.add_argument("file", type=Path, metavar="OLD/.env")
     return parser
+
+
+def add_image_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    made = {name: commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
+            for name, doc in IMAGE_COMMANDS.items()}  # fmt: skip
+    build = made["build"]
+    build.add_argument("--base", default="", help="vLLM's image, also with a digest. Default: the Dockerfile's.")
+    build.add_argument("--offline", action="store_true", help="Download nothing: image/wheels has every wheel.")
+    build.add_argument("--skip-exllamav3", action="store_true", help="Leave its extension out, to try a build.")
+    build.add_argument("--jobs", type=int, help="Compilers at once. Default: by cores and memory.")
+    made["pull"].add_argument("name", nargs="?", default="", help="Default: what IMAGE names.")
+    made["use"].add_argument("name", help="An image of this machine.")
+
+
+def run_image_command(config: Config, options: argparse.Namespace) -> Exit:
+    if config["RUNTIME"] != "docker":
+        raise LauncherError(f"image: RUNTIME={config['RUNTIME']} uses none; set RUNTIME=docker.", Exit.USAGE)
+    with signals_interrupt():
+        if options.what == "build":
+            chosen = images.Options(options.base, options.offline, options.skip_exllamav3, options.jobs)
+            return images.build(config, chosen)
+        if options.what in ("pull", "use"):
+            return getattr(images, options.what)(config, options.name)
+        if options.what == "warm":
+            return caches.warm(config)
+        return getattr(images, options.what)(config)
 
 
 def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
@@ -96,6 +135,8 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return cluster_life.sync(config, full=options.full)
     if options.command == "share":
         return share_weights(config, do=options.yes, take_back=options.undo)
+    if options.command == "image":
+        return run_image_command(config, options)
     return getattr(cluster_life, options.command)(config)
 
 

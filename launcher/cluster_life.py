@@ -20,18 +20,20 @@ from launcher import (
     counters,
     discovery,
     facts,
+    images,
     link_runs,
     memory_plan,
     phases,
     preflight,
+    recipe,
     remote,
     running_checks,
     watch,
     weights_checks,
 )
 from launcher import plan as texts
-from launcher.cluster_state import ClusterState, Files, StartedUnit, new_state
-from launcher.commands import REPOSITORY
+from launcher.cluster_state import ClusterState, Files, StartedUnit, files_of, new_state
+from launcher.content_checks import RECIPE_LABEL
 from launcher.errors import Exit, LauncherError
 from launcher.lifecycle import duration, print_answered, signals_ignored, signals_interrupt
 from launcher.remote import Node
@@ -45,11 +47,6 @@ STUCK_AFTER_S, LOOK_AGAIN_S = 15, 3
 # The real model thinks before it answers.
 CANARY_TOKENS = 2048
 CANARIES = Path(__file__).parent / "canaries"
-
-
-def files_of(config) -> Files:
-    folder = Path(str(config["RUN_DIR"])).expanduser()
-    return Files(folder if folder.is_absolute() else REPOSITORY / folder, config.topology.name)
 
 
 def door_of(config) -> str:
@@ -66,9 +63,10 @@ def look(config, state: ClusterState | None) -> preflight.Context:
     nodes = remote.nodes_of(config)
     units = state.units if state else ()
     found = facts.gather(nodes, preflight.request(config))
+    states = [(unit.node.rank, watch.state_of(unit)) for unit in units]
     context = preflight.context(
-        config, nodes, found, files_of(config).read_record(),
-        [(unit.node.rank, watch.state_of(unit)) for unit in units], memory_plan.contents_of(config),
+        config, nodes, found, files_of(config).read_record(), states, recipe=recipe.digest(),
+        contents=memory_plan.contents_of(config),
     )  # fmt: skip
     return context if link_runs.CHECK in config["SKIP_CHECKS"] else link_runs.with_runs(context)
 
@@ -82,8 +80,13 @@ def check(config) -> Exit:
     return Exit.REFUSED if preflight.failed(findings) else Exit.OK
 
 
-def refuse_bad_findings(context) -> None:
+def refuse_bad_findings(context, besides: Sequence[str] = ()) -> None:
+    """`besides` names checks that are made all the same once what they look at has been seen to."""
     findings = preflight.run_checks(context, context.config["SKIP_CHECKS"])
+    if besides:
+        findings = [finding for finding in findings if finding.check not in besides]
+        if not preflight.failed(findings):
+            return
     shown = [finding for finding in findings if finding.level != "PASS"]
     console.say(f"{len(findings) - len(shown)} checks passed." + ("\n" + preflight.describe(shown) if shown else ""))
     for rank, change in discovery.changes(context.fabrics, context.previous):
@@ -149,7 +152,7 @@ def launch(config, *, may_replace: bool) -> Exit:
             )
         with console.phase("checks"):
             context = look(config, state)
-        context = bring_weights(context, state)
+        context = bring_what_is_missing(context, state)
         refuse_bad_findings(context)
         plan, questions = plan_of(context), questions_of(config)
         if state:
@@ -160,21 +163,27 @@ def launch(config, *, may_replace: bool) -> Exit:
     return Exit.OK
 
 
-def bring_weights(context, state: ClusterState | None) -> preflight.Context:
-    """Copies what other nodes lack, once nothing else is wrong; then everything is looked at again."""
-    config, ranks = context.config, weights_checks.workers_to_fill(context)
-    skipped = (*config["SKIP_CHECKS"], weights_checks.NAME)
-    if not ranks or weights_checks.NAME in config["SKIP_CHECKS"]:
+def bring_what_is_missing(context, state: ClusterState | None) -> preflight.Context:
+    """Copies image and weights that other nodes lack, once nothing else is wrong; then looks at everything again."""
+    config, behind = context.config, images.behind(context)
+    ranks = [] if weights_checks.NAME in config["SKIP_CHECKS"] else weights_checks.workers_to_fill(context)
+    if not behind and not ranks:
         return context
-    if preflight.failed(preflight.run_checks(context, skipped)):
-        return context
+    refuse_bad_findings(context, besides=["image"] * bool(behind) + [weights_checks.NAME] * bool(ranks))
+    if behind:
+        images.copy_to_others(config)
+    if ranks:
+        copy_weights(context, ranks)
+    with console.phase("checks"):
+        return look(config, state)
+
+
+def copy_weights(context, ranks: Sequence[int]) -> None:
     size = weights_sync.spoken(weights_checks.bytes_to_fill(context))
     names = " and ".join(f"node {rank}" for rank in ranks)
     console.say(f"The weights on {names} are not those of node 0: up to {size} are copied first. Ctrl-C keeps what has "
                 f"arrived.")  # fmt: skip
-    weights_sync.tell(weights_sync.sync(config, ranks=ranks), console.say)
-    with console.phase("checks"):
-        return look(config, state)
+    weights_sync.tell(weights_sync.sync(context.config, ranks=ranks), console.say)
 
 
 def bring_up(context, plan: cluster_plan.Plan, questions: Sequence[canary.Question]) -> None:
@@ -346,6 +355,7 @@ def record_of(context, plan: cluster_plan.Plan) -> dict:
         "topology": config.topology.name,
         "image": str(config["IMAGE"]),
         "image_id": preflight.image_id(context),
+        "image_recipe": context.facts[0].image.labels.get(RECIPE_LABEL, "") if context.facts[0].image else "",
         "image_digests": list(context.facts[0].image.digests) if context.facts[0].image else [],
         "fabrics": discovery.record_of(context.fabrics),
         "sources": {name: source for name, source in sorted(config.sources.items()) if source != "built-in"},

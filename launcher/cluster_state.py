@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from launcher.cluster_plan import Plan
-from launcher.commands import Unit
+from launcher.commands import REPOSITORY, Unit
 from launcher.errors import Exit, LauncherError
 from launcher.remote import Node
 from launcher.state import Process, this_process
@@ -66,6 +66,11 @@ def from_json(raw: Mapping) -> ClusterState:
 def freeze(value):
     """Lists of JSON as the tuples that they were."""
     return tuple(map(freeze, value)) if isinstance(value, list) else value
+
+
+def files_of(config) -> Files:
+    folder = Path(str(config["RUN_DIR"])).expanduser()
+    return Files(folder if folder.is_absolute() else REPOSITORY / folder, config.topology.name)
 
 
 class Files:

@@ -52,6 +52,8 @@ SHARED_ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    # What NVIDIA's driver compiles, such as FlashAttention's PTX on a Spark, it keeps up to this size: its largest.
+    "CUDA_CACHE_MAXSIZE": str(4 << 30),
     # The log is followed line by line.
     "PYTHONUNBUFFERED": "1",
 }
@@ -69,6 +71,8 @@ CACHES = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "DG_JIT_CACHE_DIR": "deep_gemm",
     "CUDA_CACHE_PATH": "cuda",
+    # Of everything that asks nobody else.
+    "XDG_CACHE_HOME": "xdg",
 }
 
 # Ray keeps only handles and settings of the workers in its store; the rest of a Spark's memory belongs to the model.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from launcher import console
 from launcher.facts import Image, NodeFacts, PathFacts
 from launcher.findings import GIB, Context, Verdict, each_node, failed, gib, over_all, passed, warned
 from launcher.weights.packs import of_kind
@@ -14,6 +15,7 @@ IMAGE_BYTES = 25 * GIB
 CACHE_BYTES = {"docker": 10 * GIB, "native": GIB}
 USED_CACHE_BYTES = GIB // 2  # a cache that has been filled once grows little
 
+RECIPE_LABEL = "exl3.recipe"  # of the Dockerfile
 MACHINES = {"aarch64": "arm64", "x86_64": "amd64"}
 
 
@@ -77,32 +79,44 @@ def check_cache_folder(context: Context, node: NodeFacts) -> Verdict:
 
 @over_all("image", "image", runtime="docker")
 def check_image(context: Context, nodes: Sequence[NodeFacts]) -> Iterator[Verdict]:
-    name = context.config["IMAGE"]
+    name, program = context.config["IMAGE"], console.program()
     reference = next((node for node in nodes if node.image), None)
     for node in nodes:
-        send = (
-            f"docker build -t {name} ."
-            if node.rank == 0
-            else f"docker save {name} | {context.ssh(node.rank)} docker load"
-        )
+        fix = f"{program} image build (or pull, or use)" if node.rank == 0 else f"{program} image copy"
         if node.image is None:
-            yield failed(f"{name} is not there", send, node.rank)
+            yield failed(f"{name} is not there", fix, node.rank)
         else:
-            yield image_verdict(node, node.image, reference, send)
+            yield image_verdict(node, node.image, reference, fix)
+    if reference is nodes[0] and nodes[0].rank == 0:
+        yield from drift_verdicts(context, reference.image)
 
 
-def image_verdict(node: NodeFacts, image: Image, reference: NodeFacts, send: str) -> Verdict:
+def image_verdict(node: NodeFacts, image: Image, reference: NodeFacts, fix: str) -> Verdict:
     wanted = MACHINES.get(node.host.machine, node.host.machine) if node.host else image.architecture
     if image.architecture and image.architecture != wanted:
-        return failed(f"the image is for {image.architecture}, the machine is {wanted}",
-                      f"docker pull --platform linux/{wanted} {image.name}, or {send}", node.rank)  # fmt: skip
+        return failed(f"the image is for {image.architecture}, the machine is {wanted}", fix, node.rank)
     if image.id == reference.image.id:
         return passed(f"{image.name} is {image.id[:19]}", node.rank)
     seen = f"{image.id[:19]} here, {reference.image.id[:19]} on node {reference.rank}"
-    if image.layers and image.layers == reference.image.layers:
-        return warned(f"{seen}, with the same layers: the nodes store images differently",
-                      f"nothing, if both were made from one image; else {send}", node.rank)  # fmt: skip
-    return failed(f"{image.name} differs: {seen}", send, node.rank)
+    if image.is_same_as(reference.image):
+        return passed(f"{seen}, with the same layers: the nodes store images differently", node.rank)
+    return failed(f"{image.name} differs: {seen}", fix, node.rank)
+
+
+def drift_verdicts(context: Context, image: Image) -> Iterator[Verdict]:
+    """Whether the image is what this checkout would build; one that is not may be meant."""
+    if context.recipe and (drift := drift_of(image, context.recipe)):
+        yield warned(drift, f"{console.program()} image build, or nothing if this image is meant", 0)
+
+
+def drift_of(image: Image, recipe: str) -> str:
+    """Empty where image and checkout agree."""
+    label = image.labels.get(RECIPE_LABEL, "")
+    if label == recipe:
+        return ""
+    if not label:
+        return f"{image.name} does not say from which sources it was built"
+    return f"{image.name} was built from other sources than this checkout's ({label[:12]} there, {recipe[:12]} here)"
 
 
 # The native runtime

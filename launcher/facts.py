@@ -185,6 +185,12 @@ class Image:
     digests: tuple[str, ...]
     layers: tuple[str, ...]
     architecture: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    size_bytes: int = 0
+
+    def is_same_as(self, other: Image) -> bool:
+        """By content: nodes may store the same layers under different ids."""
+        return self.id == other.id or bool(self.layers and self.layers == other.layers)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class Context:
     previous: Mapping | None = None  # record of the last start, see discovery.record_of
     ours: Ours = Ours()
     contents: Contents | LauncherError | None = None  # of the checkpoint on rank 0, by its headers
+    recipe: str = ""  # digest of what this checkout would put into an image; empty: not compared
 
     @property
     def is_native(self) -> bool:

@@ -52,6 +52,7 @@ def context(
     previous: Mapping | None = None,
     units: Iterable[tuple[int, Mapping | None]] = (),
     contents: Contents | LauncherError | None = None,
+    recipe: str = "",
 ) -> Context:
     """Everything that the checks see. `units`: rank and state of what the launcher has started, as far as known."""
     running = [(rank, state) for rank, state in units if state and state.get("Running")]
@@ -62,7 +63,7 @@ def context(
             pids.setdefault(rank, set()).add(int(state["Pid"]))
     ours = Ours(names, {rank: frozenset(own) for rank, own in pids.items()})
     links = discovery.find_links(config, found)
-    return Context(config, nodes, found, links, ports_of(config), previous, ours, contents)
+    return Context(config, nodes, found, links, ports_of(config), previous, ours, contents, recipe)
 
 
 def image_id(context: Context) -> str:

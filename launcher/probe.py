@@ -462,6 +462,8 @@ def look_at_image(view):
         "digests": inspected.get("RepoDigests") or [],
         "layers": (inspected.get("RootFS") or {}).get("Layers") or [],
         "architecture": inspected.get("Architecture") or "",
+        "labels": (inspected.get("Config") or {}).get("Labels") or {},
+        "size_bytes": inspected.get("Size") or 0,
     }
 
 

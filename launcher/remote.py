@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ TIMED_OUT = 124  # as timeout(1) has it
 NOT_FOUND = 127  # as a shell has it
 # sshd hands the whole command to the login shell as one argument, and Linux takes no longer one than 128 KiB.
 LONGEST_COMMAND_BYTES = 120_000
+PIECE_BYTES = 1 << 20
+LAST_WORDS_S = 5
 
 # Who waits for a password or for a dead link waits for ever. Host keys are judged as the user's own configuration says.
 SSH_OPTIONS = (
@@ -153,6 +157,53 @@ def beside(node: Node, argv: Sequence[str]) -> Iterator[subprocess.Popen]:
         yield process
     finally:
         kill(process)
+
+
+def pipe(source: Sequence[str], node: Node, argv: Sequence[str], moved: Callable[[int], bool]) -> Result:
+    """Runs `source` on this machine and `argv` on the node, and feeds what the first prints to the second.
+
+    `moved` is told the bytes of each piece; a no ends both. The result is the first failure of the two. What does not
+    come whole must not count on the other side: its input ends before the failure is known there.
+    """
+    with tempfile.TemporaryFile() as problem, tempfile.TemporaryFile() as output:
+        reader = subprocess.Popen(
+            source, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=problem, start_new_session=True
+        )
+        writer = subprocess.Popen(
+            command_for(node, argv), stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            complete = feed(reader.stdout, writer.stdin, moved)
+            if complete is None:  # its own reason tells more than that we stopped
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    writer.wait(LAST_WORDS_S)
+            if complete and reader.wait() == 0:
+                writer.stdin.close()
+            else:
+                kill(writer)  # before its input ends, so that half of it is never taken for the whole
+            writer.wait()
+        finally:
+            kill(reader)
+            kill(writer)
+        for file in (problem, output):
+            file.seek(0)
+        if complete and reader.returncode:
+            return Result(reader.returncode, b"", problem.read())
+        return Result(writer.returncode, output.read(), b"")
+
+
+def feed(source, target, moved: Callable[[int], bool]) -> bool | None:
+    """Whether all of it was passed on; None where the target does not listen any more."""
+    while piece := source.read1(PIECE_BYTES):
+        try:
+            target.write(piece)
+            target.flush()
+        except BrokenPipeError:
+            return None
+        if not moved(len(piece)):
+            return False
+    return True
 
 
 def said_by(process: subprocess.Popen) -> str:

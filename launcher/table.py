@@ -154,7 +154,7 @@ RUN = (
         "What joins the nodes: ray, which the launcher starts, or mp, which is vLLM's own.",
         flag="--distributed-executor-backend", choices=("ray", "mp")),
     Row("IMAGE", kinds.IMAGE, "glm-5.3-flash-exl3:vllm-0.33.0", Goes.LAUNCHER, Group.RUN,
-        "Image of the containers. The one of an earlier start, which its run record names, is the way back."),
+        "Image of the containers; `image build` makes it (docs/image.md). With -previous behind it, the one before."),
     Row("CONTAINER_NAME_PREFIX", kinds.PREFIX, "exl3", Goes.LAUNCHER, Group.RUN,
         "Beginning of the containers' names: exl3-tp2-rank0 and so on."),
     Row("NATIVE_PYTHON", kinds.NODE_PATH, "", Goes.LAUNCHER, Group.RUN,

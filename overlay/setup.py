@@ -24,7 +24,8 @@ class BuildKernels(build_ext):
     def build_extension(self, extension) -> None:
         architectures = build_kernels.parse_architectures(os.environ["EXL3_CUDA_ARCHS"])
         target = Path(self.get_ext_fullpath(extension.name))
-        build_kernels.build(architectures, target.parent, HERE / "build" / "kernels")
+        jobs = int(os.environ.get("EXL3_BUILD_JOBS") or 0) or None
+        build_kernels.build(architectures, target.parent, HERE / "build" / "kernels", jobs)
 
 
 class PlatformWheel(bdist_wheel):

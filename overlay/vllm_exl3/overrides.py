@@ -4,12 +4,14 @@ Only where vLLM has no seam. The tables are `glm5_next.TABLE` (every platform), 
 `guards`.
 """
 
+import ast
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -109,6 +111,25 @@ def fingerprint(target: Any) -> str:
         return _hash(inspect.getsource(_definition(target)))
     except (OSError, TypeError):
         return "(no source)"
+
+
+def source_fingerprint(override: Override) -> str | None:
+    """`fingerprint` of a function or class that is not imported, from its file; None where it is not there."""
+    package, *folders = override.module.split(".")
+    spec = importlib.util.find_spec(package)
+    path = Path(*(spec.submodule_search_locations if spec else ["."]), *folders).with_suffix(".py")
+    if not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8")
+    node: ast.AST | None = ast.parse(text)
+    for name in override.attribute.split("."):
+        inside = node.body if node else []
+        named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        node = next((one for one in inside if isinstance(one, named) and one.name == name), None)
+    if node is None:
+        return None
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return _hash("".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno]))
 
 
 def _hash(text: str) -> str:

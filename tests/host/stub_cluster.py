@@ -13,8 +13,10 @@ from pathlib import Path
 from launcher import cluster_life, cluster_state, config, preflight, service, topology
 from launcher.canary import read_questions
 from launcher.cluster_state import ClusterState
+from launcher.content_checks import MACHINES
 from launcher.state import this_process
 
+ARCHITECTURE = MACHINES.get(os.uname().machine, os.uname().machine)
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL_MODEL = ROOT / "models" / "local"
 READY_LOG = Path(__file__).parent / "data" / "server_ready.log"
@@ -30,16 +32,64 @@ failing = json.loads((books / "fail").read_text()) if (books / "fail").exists() 
 text = " ".join(words)
 if any(part in text for part in failing):
     sys.exit("stub: told to fail")
+node = os.environ.get("STUB_NODE", "head")
+shelf = books / f"images-{{node}}"
+images = json.loads(shelf.read_text()) if shelf.exists() else None
+registry = json.loads((books / "registry").read_text()) if (books / "registry").exists() else {{}}
+def image(name):
+    for known, found in images.items():
+        if name in (known, found["Id"]):
+            return found
+    sys.exit(f"Error response from daemon: No such image: {{name}}")
+def keep(**more):
+    # What loses its last name stays, by its id.
+    shelf.write_text(json.dumps({{found["Id"]: found for found in images.values()}} | images | more))
 def state(name):
     file = running / name
     if not file.exists():
         sys.exit(f"Error: No such container: {{name}}")
     print(file.read_text())
-if words[0] == "run":
+if words[0] == "run" and "--rm" in words:
+    # The command of the image, on this machine: what is mounted has its outside path.
+    command = words[words.index("--entrypoint") + 1 :]
+    command.pop(1)
+    for mount in [words[at + 1] for at, word in enumerate(words) if word == "--mount"]:
+        fields = dict(field.partition("=")[::2] for field in mount.split(","))
+        command = [word.replace(fields["target"], fields["source"]) for word in command]
+    if "vllm_exl3.warm_up" in command:
+        made = Path(fields["source"]) / "flashinfer" / "module.so"
+        made.parent.mkdir(exist_ok=True)
+        made.write_text("compiled")
+    else:
+        os.execvp(command[0], command)
+elif words[0] == "run":
     name = words[words.index("--name") + 1]
     (running / name).write_text(json.dumps({{"Running": True, "ExitCode": 0, "Pid": 1}}))
 elif words[0] == "inspect" and "container" in words:
     state(words[-1])
+elif words[:2] == ["image", "inspect"] and images is not None:
+    print(json.dumps(image(words[-1])))
+elif words[0] == "tag":
+    keep(**{{words[2]: image(words[1])}})
+elif words[0] == "save":
+    sent = json.dumps({{words[-1]: image(words[-1])}}).ljust(3_000_000)
+    sys.stdout.write(sent[:1_500_000] if (books / "cut").exists() else sent)
+    sys.exit("unexpected EOF" if (books / "cut").exists() else 0)
+elif words[0] == "load":
+    ((name, found),) = json.load(sys.stdin).items()
+    damage = {{"RootFS": {{"Layers": ["other"]}}, "Id": "sha256:" + "e" * 64}} if (books / "damage").exists() else {{}}
+    keep(**{{name: found | damage}})
+elif words[0] == "pull":
+    keep(**{{words[-1]: registry[words[-1]]}}) if words[-1] in registry else sys.exit("pull access denied")
+elif words[0] == "build":
+    given = dict(words[at + 1].partition("=")[::2] for at, word in enumerate(words) if word == "--build-arg")
+    made = image(given["BASE"]) | {{"Id": "sha256:" + "b" * 64, "RepoDigests": []}}
+    made["RootFS"] = {{"Layers": ["l1", "ours"]}}
+    made["Config"] = {{"Labels": {{"exl3.recipe": given["RECIPE"], "exl3.vllm": "0.33.0"}}}}
+    Path(words[words.index("--iidfile") + 1]).write_text(made["Id"])
+    keep(**{{"<none>": made}})
+elif words[0] == "version":
+    print("28.0.1")
 elif words[:2] == ["image", "inspect"]:
     print(json.dumps({{"Id": "sha256:" + "a" * 64, "RepoDigests": [], "Architecture": "arm64"}}))
 elif words[0] == "info":
@@ -85,6 +135,18 @@ STUB_NODE=worker HOME={books}/worker-home exec sh -c "$last"
 SMI = """#!/bin/sh
 cat {books}/clocks-${{STUB_NODE:-head}}
 """
+
+IMAGE, BASE = "glm-5.3-flash-exl3:vllm-0.33.0", "vllm/vllm-openai:v0.33.0"
+
+
+def an_image(letter: str, *layers: str, recipe: str = "", digest: str = "") -> dict:
+    """As Docker inspects it."""
+    return {
+        "Id": "sha256:" + letter * 64, "RepoDigests": [digest] if digest else [], "Architecture": ARCHITECTURE,
+        "RootFS": {"Layers": list(layers)}, "Config": {"Labels": {"exl3.recipe": recipe} if recipe else None},
+        "Size": 3_000_000,
+    }  # fmt: skip
+
 
 INSIDE = {
     "packages": {"vllm": "0.33.0", "flashinfer_python": "0.7.2.post1", "torch": "2.14.0"},
@@ -223,6 +285,15 @@ class Cluster:
         """What the rank finds inside; an empty version takes the package out."""
         found = {name: version for name, version in (INSIDE["packages"] | packages).items() if version}
         (self.books / f"inside-exl3-tp2-rank{rank}").write_text(json.dumps(INSIDE | {"packages": found}))
+
+    def images(self, node: str, **names: dict) -> None:
+        """What the node has, instead of one image under every name: `ours` as IMAGE names it, `base`, `previous`."""
+        known = {"ours": IMAGE, "base": BASE, "previous": f"{IMAGE}-previous"}
+        found = {known[name]: made for name, made in names.items()}
+        (self.books / f"images-{node}").write_text(json.dumps(found))
+
+    def images_of(self, node: str) -> dict[str, dict]:
+        return json.loads((self.books / f"images-{node}").read_text())
 
     def fail(self, *parts: str) -> None:
         (self.books / "fail").write_text(json.dumps(parts))

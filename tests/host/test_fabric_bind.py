@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from launcher import fabric_bind
 from launcher.settings import REPOSITORY
 
 PROGRAM = REPOSITORY / "launcher" / "fabric_bind.py"
@@ -62,3 +63,29 @@ def test_a_missing_command_is_named(tmp_path):
         [sys.executable, PROGRAM, tmp_path / "bind.so", "no-such-program"], capture_output=True, text=True, timeout=60
     )
     assert "cannot start no-such-program" in done.stderr
+
+
+def test_the_image_s_library_is_taken_where_its_source_is_ours(tmp_path, monkeypatch):
+    """As in our image: no compiler is needed at a start."""
+    monkeypatch.setattr(fabric_bind, "BUILT", tmp_path / "image" / "fabric_bind.so")
+    monkeypatch.setattr(fabric_bind, "compile_library", lambda library: pytest.fail("compiled"))
+    ran = []
+    monkeypatch.setattr(os, "execvp", lambda program, command: ran.append(os.environ["LD_PRELOAD"]))
+    monkeypatch.setenv("LD_PRELOAD", "")
+    (tmp_path / "image").mkdir()
+    fabric_bind.BUILT.write_bytes(b"")
+    shutil.copy(fabric_bind.SOURCE, fabric_bind.BUILT.with_suffix(".c"))
+    fabric_bind.main(str(tmp_path / "mine.so"), ["true"])
+    assert ran == [str(fabric_bind.BUILT)]
+
+
+def test_the_image_s_library_of_another_source_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(fabric_bind, "BUILT", tmp_path / "fabric_bind.so")
+    fabric_bind.BUILT.write_bytes(b"")
+    fabric_bind.BUILT.with_suffix(".c").write_text("// older\n")
+    compiled = []
+    monkeypatch.setattr(fabric_bind, "compile_library", compiled.append)
+    monkeypatch.setattr(os, "execvp", lambda program, command: None)
+    monkeypatch.setenv("LD_PRELOAD", "")
+    fabric_bind.main(str(tmp_path / "mine.so"), ["true"])
+    assert compiled == [str(tmp_path / "mine.so")]

@@ -121,8 +121,9 @@ SAID = [
      r"free 2\.8 GiB"),
     ("cache-folder", "bad_host", 1, FAIL, r"glm53-exl3 cannot be written", r"chown"),
     ("image", "bad_node", 1, FAIL, r"glm-5\.3-flash-exl3:vllm-0\.33\.0 is not there",
-     r"docker save glm.* \| ssh 192\.168\.100\.11 docker load"),
-    ("image", "bad_host", 1, FAIL, r"differs: sha256:ffee0011ffee here, sha256:0a1b2c3d0a1b on node 0", r"docker save"),
+     r"^\./start\.sh image copy$"),
+    ("image", "bad_host", 1, FAIL, r"differs: sha256:ffee0011ffee here, sha256:0a1b2c3d0a1b on node 0",
+     r"^\./start\.sh image copy$"),
     ("weights", "bad_node", 1, FAIL, r"/data/glm: there is no such folder",
      r"^\./start\.sh sync copies from node 0 and verifies there; a start does it, too$"),
     ("rsync", "bad_node", 1, FAIL, r"not installed, and weights have to be copied", r"apt-get install rsync"),
@@ -502,9 +503,28 @@ def test_cache_folder(values, level, seen):
     )
 
 
-def test_image_with_another_id_and_the_same_layers_is_a_warning():
+def test_image_with_another_id_and_the_same_layers_is_the_same():
     change = probe_change(1, "image", id="sha256:" + "99" * 32)
-    assert "same layers" in only(findings_of("image", "good_tp2", change), 1, WARN).seen
+    assert "same layers" in only(findings_of("image", "good_tp2", change), 1, PASS).seen
+
+
+@pytest.mark.parametrize(
+    "labels, seen",
+    [
+        ({"exl3.recipe": "f" * 64}, "built from other sources than this checkout's (ffffffffffff there"),
+        ({}, "does not say from which sources it was built"),
+    ],
+    ids=["other", "unknown"],
+)
+def test_an_image_that_this_checkout_would_not_build_is_told(labels, seen):
+    made = replace(context("good_tp2", probe_change(0, "image", labels=labels)), recipe="a" * 64)
+    finding = only(preflight.CHECKS["image"](made), 0, WARN)
+    assert seen in finding.seen and "image build" in finding.fix
+
+
+def test_an_image_that_this_checkout_would_build_passes():
+    made = replace(context("good_tp2", probe_change(0, "image", labels={"exl3.recipe": "a" * 64})), recipe="a" * 64)
+    assert {finding.level for finding in preflight.CHECKS["image"](made)} == {PASS}
 
 
 def test_image_of_another_architecture_is_refused():
@@ -519,7 +539,7 @@ def test_image_that_no_node_has_is_built_first():
             record["probe"]["image"] = None
 
     findings = findings_of("image", "good_tp2", change)
-    assert only(findings, 0, FAIL).fix == "docker build -t glm-5.3-flash-exl3:vllm-0.33.0 ."
+    assert only(findings, 0, FAIL).fix == "./start.sh image build (or pull, or use)"
 
 
 def test_weights_of_two_folders_are_compared():

@@ -273,3 +273,34 @@ def test_nodes_come_from_the_settings():
     nodes = remote.nodes_of(made("tp2", SSH_USER="spark", SSH_PORT=2222))
     assert nodes == [Node(0, "10.10.0.1", "spark", 2222), Node(1, "10.10.0.2", "spark", 2222)]
     assert replace(nodes[1], user="").login == "10.10.0.2"
+
+
+# Pipes
+
+
+HERE = remote.Node(0, "10.0.0.1")
+
+
+def pipe(source: str, target: str, moved=lambda count: True) -> remote.Result:
+    return remote.pipe(["sh", "-c", source], HERE, ["sh", "-c", target], moved)
+
+
+def test_pipe_moves_every_byte_and_tells_how_many():
+    counts = []
+    result = pipe("head -c 5000000 /dev/zero", "wc -c", lambda count: counts.append(count) or True)
+    assert result.ok and int(result.stdout) == sum(counts) == 5_000_000
+
+
+def test_pipe_gives_what_the_failing_side_said():
+    assert pipe("echo half; echo no disk >&2; exit 3", "cat").message == "no disk"
+    assert pipe("head -c 5000000 /dev/zero", "echo full >&2; exit 4").message == "full"
+    late = pipe("echo x", "cat >/dev/null; echo bad; exit 5")
+    assert (late.code, late.message) == (5, "bad")
+
+
+def test_pipe_never_lets_half_of_it_pass_for_the_whole(tmp_path):
+    """A failing source ends the other side before that sees the end of its input."""
+    done = tmp_path / "done"
+    assert not pipe("echo half; exit 1", f"cat >/dev/null; sleep 0.2; touch {done}").ok
+    assert not pipe("sleep 0.1; echo x; sleep 9", f"cat >/dev/null; touch {done}", lambda count: False).ok
+    assert not done.exists()

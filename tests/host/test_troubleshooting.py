@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from recorded import context
-from stub_cluster import INSIDE
+from stub_cluster import INSIDE, an_image
 
 from launcher import canary, clocks, cluster, cluster_life, cluster_service, config, preflight, service, topology
 from launcher.counters import Counters, rows
@@ -167,6 +167,19 @@ def three_nodes(stub, monkeypatch, tmp_path):
     return said_by(cluster_life.start, config.load(topology.TOPOLOGIES["tp3"], None, ".env.tp3", values))
 
 
+def start_with_images(head, worker, cut=False):
+    def produce(stub, monkeypatch, tmp_path):
+        stub.images("head", **head)
+        stub.images("worker", **worker)
+        if cut:
+            (stub.books / "cut").touch()
+        skipped = ",".join(name for name in stub.config()["SKIP_CHECKS"] if name != "image")
+        return said_by(cluster_life.start, stub.config(SKIP_CHECKS=skipped))
+
+    return produce
+
+
+OURS = {"ours": an_image("a", "l1", recipe="f" * 64)}
 ADDRESSES = "HEAD_IP=10.0.0.1\nWORKER_IP=10.0.0.2\n"
 PRODUCERS = {
     ".env was made from its example": first_run,
@@ -174,6 +187,9 @@ PRODUCERS = {
     "did you mean": of_settings(ADDRESSES + "MAX_MODEL_LENGTH=5\n"),
     "is no setting of this launcher": of_settings(ADDRESSES + "EXL3_OVERLAY_HOST=1\n"),
     "Nothing was started and nothing was stopped": failing_check,
+    "is not there": start_with_images({}, {}),
+    "built from other sources than this checkout": start_with_images(OURS, OURS),
+    "the image did not arrive": start_with_images(OURS, {}, cut=True),
     "already runs": second_start,
     "is under way": start_under_lock,
     "could not be started": start_after(lambda stub: stub.fail("--name exl3-tp2-rank1")),

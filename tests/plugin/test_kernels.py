@@ -107,7 +107,9 @@ def test_selfcheck_names_what_is_missing(loaded, capsys, monkeypatch):
     said = capsys.readouterr()
     assert "operator: vllm_exl3::fat_moe(" in said.out and "architectures: 9.0a, 12.1a" in said.out
     assert "no-such-package: is not installed" in said.err and "has no code for 8.7" in said.err
+    assert "exllamav3_ext: is not there" in said.err
     monkeypatch.setattr(selfcheck, "PACKAGES", {"torch": ("torch",)})
+    monkeypatch.setattr(selfcheck, "image_record", lambda: {"exllamav3": "skipped"})
     assert selfcheck.main(["--no-gpu"]) == 0
 
 

@@ -9,7 +9,7 @@
 
 Attention, caches, sampling, the quantiser, CPU experts and the int8 GEMV are left out, and of the bit rates and
 codebooks only those asked for are compiled. The module says which in `INSTANCES`, for example
-"moe:4:1 coop:4:1 gemm:4:1": function, bits per weight, codebook (0 3INST, 1 MCG, 2 MUL1).
+"moe:4:1 coop:4:1 gemm:4:1": function, bits per weight (0: of each matrix its own), codebook (0 3INST, 1 MCG, 2 MUL1).
 """
 
 import argparse
@@ -50,7 +50,8 @@ void Graph::record_param(void*, int, int, int) { absent("exllamav3's own graphs"
 
 def chosen_units(moe: list[tuple[int, int]], coop: list[int], gemm: list[tuple[int, int]]) -> list[str]:
     """Source files of the instances, relative to exllamav3_ext."""
-    files = [f"exl3_moe_inst_k{bits}_cb{cb}.cu" for bits, cb in moe]
+    names = [(f"k{bits}",) if bits else ("k0_n128", "k0_n256") for bits, _ in moe]
+    files = [f"exl3_moe_inst_{name}_cb{cb}.cu" for some, (_, cb) in zip(names, moe, strict=True) for name in some]
     files += [f"exl3_moe_coop_inst_k{bits}.cu" for bits in coop]
     files += [f"exl3_comp_unit_{bits}_cb{cb}.cu" for bits, cb in gemm]
     return [f"{UNITS}/{file}" for file in files]
