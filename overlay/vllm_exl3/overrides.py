@@ -115,21 +115,35 @@ def fingerprint(target: Any) -> str:
 
 def source_fingerprint(override: Override) -> str | None:
     """`fingerprint` of a function or class that is not imported, from its file; None where it is not there."""
-    package, *folders = override.module.split(".")
+    return _source_fingerprint(override.module, override.attribute.split("."))
+
+
+def _source_fingerprint(module: str, names: list[str]) -> str | None:
+    package, *folders = module.split(".")
     spec = importlib.util.find_spec(package)
     path = Path(*(spec.submodule_search_locations if spec else ["."]), *folders).with_suffix(".py")
     if not path.is_file():
         return None
     text = path.read_text(encoding="utf-8")
-    node: ast.AST | None = ast.parse(text)
-    for name in override.attribute.split("."):
-        inside = node.body if node else []
+    node: ast.AST = ast.parse(text)
+    if origin := _imported_from(node, names[0]):
+        return _source_fingerprint(origin, names)
+    for name in names:
         named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        node = next((one for one in inside if isinstance(one, named) and one.name == name), None)
-    if node is None:
-        return None
+        node = next((one for one in node.body if isinstance(one, named) and one.name == name), None)
+        if node is None:
+            return None
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return _hash("".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno]))
+
+
+def _imported_from(module: ast.Module, name: str) -> str | None:
+    """The module from which a name comes by an absolute import under the same name."""
+    for one in module.body:
+        if isinstance(one, ast.ImportFrom) and not one.level:
+            if name in [alias.name for alias in one.names if not alias.asname]:
+                return one.module
+    return None
 
 
 def _hash(text: str) -> str:

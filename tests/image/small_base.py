@@ -7,6 +7,7 @@ replaces parts of. torch, FlashInfer and transformers are metadata with next to 
 import base64
 import csv
 import hashlib
+import importlib
 import io
 import os
 import shutil
@@ -136,9 +137,11 @@ NEEDED_BY_RAY = (
 
 def overridden() -> list[str]:
     """Files of vLLM that the plugin replaces parts of."""
-    from vllm_exl3 import glm5_next
+    from vllm_exl3 import selfcheck
 
-    return sorted({override.module.replace(".", "/") + ".py" for override in glm5_next.TABLE})
+    tables = [importlib.import_module(module).TABLE for module in selfcheck.OVERRIDING]
+    modules = {override.module for table in tables for override in table} | {"vllm.v1.core.kv_cache_utils"}
+    return sorted(module.replace(".", "/") + ".py" for module in modules)
 
 
 # The plugin's wheel

@@ -10,17 +10,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_exl3 import guards, overrides
+from vllm_exl3.guards import chunk_targets
 from vllm_exl3.switches import switches
-
-# What the rule below relies on: `schedule` asks `_reserve_prefill_lookahead` about every chunk, after all else that
-# cuts it, and leaves a request alone for one step where the answer is 0.
-TARGETS = overrides.because(
-    "vLLM pools a prefill chunk as if it started with a whole pool",
-    "vLLM finishes pools that began in an earlier chunk, or ends chunks on whole pools by itself",
-    "vllm.v1.core.sched.scheduler",
-    ("Scheduler.schedule", ("da4f2cf2fc39c39e", "fa34c8a13c0a8936"), overrides.unchanged),
-    ("Scheduler._reserve_prefill_lookahead", "c214e49d7610a63a", overrides.unchanged),
-)
 
 
 def chunk_tokens(start: int, count: int, last: int, pool: int, short: int, at_image: bool = False) -> int:
@@ -48,7 +39,7 @@ class WholePools:
     """What both schedulers below add to vLLM's."""
 
     def __init__(self, vllm_config, *args, **kwargs) -> None:
-        overrides.require(TARGETS)
+        overrides.require(chunk_targets.TABLE)
         super().__init__(vllm_config, *args, **kwargs)
         self.pool = getattr(vllm_config.model_config.hf_text_config, "index_kpool", None) or 1
         self.short = 1 + self.num_spec_tokens
