@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vllm_exl3 import few_rows, glm5_next, overrides, selfcheck
+from vllm_exl3 import few_rows, glm5_next, overrides, selfcheck, warm_up
 
 from launcher.running_checks import PINS
 
@@ -93,6 +93,8 @@ def test_the_released_vllm_passes(tmp_path):
     assert "vllm: vllm 0.33.0" in said and "flashinfer: flashinfer-python 0.7.2.post1" in said
     assert f"torch: torch {torch.__version__}" in said
     assert done.stdout.count("override: vllm.") == len(glm5_next.TABLE)
+    for module, function in warm_up.FLASHINFER.values():
+        assert f"def {function}(" in (tmp_path / f"{module.replace('.', '/')}.py").read_text()
     missing = done.stderr.strip().splitlines()
     assert all(line.startswith("selfcheck: ") for line in missing)
     assert not [line for line in missing if "_kernels.so" not in line and "exllamav3" not in line]
