@@ -26,6 +26,7 @@ NEEDED = {
     "flashinfer-python": ("FLASHINFER", "others hang in sparse attention or mix up its rows"),
     "torch": ("", "vLLM brings it"),
     "transformers": ("", "vLLM brings it"),
+    "pip": ("", "it installs what is added"),
 }
 OURS = ("ray", "vllm-exl3", "exllamav3-ext")  # the image brings its own, whatever the base has
 

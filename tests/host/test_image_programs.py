@@ -77,6 +77,13 @@ def test_pip_is_constrained_to_the_base_but_for_what_is_ours():
     assert text == "torch==2.14.0+cu130\n"
 
 
+GOOD = {"vllm": "0.33.0+cu130", "flashinfer-python": "0.7.2.post1", "torch": "2", "transformers": "5", "pip": "25"}
+
+
+def drop(name: str) -> dict[str, str]:
+    return {known: version for known, version in GOOD.items() if known != name}
+
+
 def test_changes_are_told_by_kind():
     assert base.changes({"a": "1", "b": "1", "c": "1"}, {"a": "1", "b": "2", "d": "1"}) == {
         "b": "changed", "c": "removed", "d": "added",
@@ -85,11 +92,12 @@ def test_changes_are_told_by_kind():
 
 @pytest.mark.parametrize(
     "packages, words",
-    [({}, "vllm is missing"), ({"vllm": "0.33.0"}, "flashinfer-python is missing"),
-     ({"vllm": "0.33.0", "flashinfer-python": "0.7.2.post1"}, "torch is missing")],
+    [({}, "vllm is missing"), (GOOD | {"vllm": "0.32.0"}, "vllm is 0.32.0, needed is 0.33.0"),
+     *((drop(name), f"{name} is missing") for name in ("flashinfer-python", "torch", "transformers", "pip"))],
 )  # fmt: skip
 def test_a_base_without_what_is_needed_is_refused(monkeypatch, packages, words):
     monkeypatch.setenv("VLLM", "0.33.0")
     monkeypatch.setenv("FLASHINFER", "0.7.2.post1")
+    base.check_needed(GOOD)
     with pytest.raises(base.BaseError, match=words):
         base.check_needed(packages)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vllm_exl3 import few_rows, glm5_next, overrides, selfcheck
+from vllm_exl3 import few_rows, glm5_next, overrides, selfcheck, warm_up
 
 from launcher.running_checks import PINS
 
@@ -95,6 +95,8 @@ def test_the_released_vllm_passes(tmp_path):
     assert f"torch: torch {torch.__version__}" in said
     tables = [importlib.import_module(module).TABLE for module in selfcheck.OVERRIDING]
     assert done.stdout.count("override: vllm.") == sum(map(len, tables))
+    for module, function in warm_up.FLASHINFER.values():
+        assert f"def {function}(" in (tmp_path / f"{module.replace('.', '/')}.py").read_text()
     missing = done.stderr.strip().splitlines()
     assert all(line.startswith("selfcheck: ") for line in missing)
     assert not [line for line in missing if "_kernels.so" not in line and "exllamav3" not in line]

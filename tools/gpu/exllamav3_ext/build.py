@@ -93,7 +93,7 @@ def includes(args: argparse.Namespace) -> list[str]:
 
 
 def compile_command(source: Path, target: Path, args: argparse.Namespace) -> list[str]:
-    common = ["-std=c++17", "-O3", "-c", str(source), "-o", str(target), *includes(args)]
+    common = ["-std=c++20", "-O3", "-c", str(source), "-o", str(target), *includes(args)]
     common += [f'-DEXLLAMAV3_VERSION="{VERSION}"']
     if source.suffix == ".cpp":
         return ["g++", "-fPIC", *common]
