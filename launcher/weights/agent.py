@@ -20,6 +20,7 @@ from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
 WORKER = Path(__file__).with_name("worker.py")
 HASHING = Path(hashing.__file__)
 GIB = 1 << 30
+LEAVE_S = 5
 # bytes, per cent, rate, time; what the other side complains about can follow on the same line
 PROGRESS = re.compile(rb"\s*(\d+)\s+\d+%\s+\S+\s+[\d:?]+\s*(?:\(xfr[^)]*\))?\s*")
 
@@ -116,7 +117,11 @@ class Agent:
         return self
 
     def __exit__(self, *_) -> None:
-        remote.kill(self.process)
+        """It ends with its input, and clears up after itself first."""
+        try:
+            self.process.communicate(timeout=LEAVE_S)
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            remote.kill(self.process)
 
     def send(self, request: Mapping) -> None:
         try:

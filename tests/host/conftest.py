@@ -120,7 +120,8 @@ def loopback_node(tmp_path_factory):
 def pair(loopback_node, monkeypatch):
     """Another node by SSH on loopback, and this process as the head; both homes are empty."""
     for home in (loopback_node.head, loopback_node.worker, loopback_node.other):
-        shutil.rmtree(home)
+        while home.exists():  # what a killed sync had started there may take a moment to end
+            shutil.rmtree(home, ignore_errors=True)
         home.mkdir()
     for name, value in loopback_node.environment.items():
         monkeypatch.setenv(name, value)
