@@ -191,9 +191,12 @@ MODEL = (
     Row("DRAFT_DIR", kinds.NODE_PATH, "~/models/GLM-5.3-Flash-DFlash2", Goes.SERVER, Group.MODEL,
         "Folder of the DFlash2 model, the same on every node. Read with SPEC_METHOD=dflash only.",
         flag="--speculative-config",
-        reason="The draft always runs on FLASH_ATTN with its own 16-bit cache: other block sizes can store half a "
-               "state as a whole one (vllm#54076), and TRITON_ATTN lost drafts on the older preview. Equal "
-               "acceptance, measured, would lift the second half."),
+        reason="The draft always has a 16-bit cache of its own: it cannot read the model's packed rows. Nothing lifts "
+               "this."),
+    Row("DRAFT_ATTENTION", kinds.CHOICE, "FLASH_ATTN", Goes.SERVER, Group.MODEL,
+        "Attention kernels of the DFlash2 model.", flag="--speculative-config", choices=("FLASH_ATTN", "TRITON_ATTN"),
+        reason="TRITON_ATTN lost most drafts on the older preview of vLLM. On an H200 with vLLM 0.33.0 both accepted as "
+               "many of a small draft's tokens, so that it may be chosen; the same on a Spark would lift this."),
     Row("VISION", kinds.SWITCH, True, Goes.SERVER, Group.MODEL, "Whether images and videos are taken.",
         flag="--language-model-only"),
     Row("IMAGE_LIMIT", kinds.INTEGER, 4, Goes.SERVER, Group.MODEL,

@@ -55,7 +55,7 @@ def speculative_config(config, paths: Mapping[str, str]) -> str | None:
         # The target packs its cache; without a word of its own the draft would take the same type, which its
         # attention cannot read. (The checkpoint's own draft layer is attention of the target's kind and needs it.)
         "kv_cache_dtype": "auto",
-        "attention_backend": "FLASH_ATTN",
+        "attention_backend": config["DRAFT_ATTENTION"],
         "draft_tensor_parallel_size": nodes if DRAFT_HEADS % nodes == 0 else 1,
     })  # fmt: skip
 
@@ -103,7 +103,7 @@ FLAGS = (
     Flag("--enforce-eager", ("ENFORCE_EAGER",), when("ENFORCE_EAGER", True)),
     Flag("--no-enable-flashinfer-autotune", ("AUTOTUNE",), when("AUTOTUNE", False)),
     Flag("--moe-backend", ("MOE_BACKEND",), text_of("MOE_BACKEND")),
-    Flag("--speculative-config", ("SPEC_METHOD", "SPEC_TOKENS", "DRAFT_DIR"), speculative_config),
+    Flag("--speculative-config", ("SPEC_METHOD", "SPEC_TOKENS", "DRAFT_DIR", "DRAFT_ATTENTION"), speculative_config),
     Flag("--limit-mm-per-prompt", ("IMAGE_LIMIT", "VIDEO_LIMIT"), media_limits),
     Flag("--mm-encoder-tp-mode", (), vision_mode),
     Flag("--language-model-only", ("VISION",), when("VISION", False)),
@@ -129,7 +129,7 @@ RESERVED = {
     "--api-key": "set VLLM_API_KEY, so that the key stays out of argument lists",
     "--config": "a file of flags would not be seen by these checks; write the flags into EXTRA_ARGS",
     "--kda-prefill-backend": "set KDA_PREFILL_BACKEND",
-    "--attention-backend": "the model's is sparse MLA and the draft's FLASH_ATTN; others do not read their caches",
+    "--attention-backend": "the model's is sparse MLA, others do not read its cache; set DRAFT_ATTENTION for the draft",
     "--pipeline-parallel-size": "the model is sliced over the nodes by tensor parallelism",
     "--data-parallel-size": "the nodes serve one copy of the model",
     "--api-server-count": "answers are watched in one process",

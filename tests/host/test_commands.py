@@ -186,6 +186,14 @@ def test_draft_has_its_own_cache_type_and_attention():
     }  # fmt: skip
 
 
+def test_another_attention_of_the_draft_is_taken_and_warned_about():
+    config = settings(SPEC_METHOD="dflash", DRAFT_ATTENTION="TRITON_ATTN")
+    draft = json.loads(value_of(commands.server(config, 0), "--speculative-config"))
+    assert draft["attention_backend"] == "TRITON_ATTN" and refusals.refusals(config) == []
+    (note,) = refusals.notes(config)
+    assert note.startswith("DRAFT_ATTENTION=TRITON_ATTN: ") and "on a Spark it was not measured" in note
+
+
 def test_mtp_needs_no_model_and_none_needs_no_flag():
     argv = commands.server(settings(SPEC_METHOD="mtp", SPEC_TOKENS=3), 0)
     assert json.loads(value_of(argv, "--speculative-config")) == {"method": "mtp", "num_speculative_tokens": 3}
@@ -333,7 +341,7 @@ def test_defaults_are_allowed(topology):
         ({"EXTRA_ARGS": "--moe_backend=MARLIN"}, "MOE_BACKEND is marlin"),
         ({"MLA_GEOMETRY": "compact", "EXTRA_ARGS": "-dcp 2"}, "compact and EXTRA_ARGS has --decode-context-para"),
         ({"MLA_GEOMETRY": "compact", "EXTRA_ARGS": "--kv-transfer-config '{}'"}, "compact .* --kv-transfer-config"),
-        ({"EXTRA_ARGS": "--attention-config.backend TRITON_ATTN"}, "names TRITON_ATTN: .* FLASH_ATTN. .* would lift"),
+        ({"EXTRA_ARGS": "--attention-config.backend TRITON_ATTN"}, "names TRITON_ATTN: .* set DRAFT_ATTENTION=TRITON_ATTN"),
         ({"EXTRA_ARGS": "--attention-backend flashinfer"}, "--attention-backend: the model's is sparse MLA"),
         ({"MAX_NUM_BATCHED_TOKENS": 2048, "EXL3_GUARDS_OFF": "chunk-ends"},
          r"MAX_NUM_BATCHED_TOKENS is 2048: .* whole state block .* silently lose .* set it to \d+ or more"),
