@@ -195,8 +195,8 @@ MODEL = (
                "this."),
     Row("DRAFT_ATTENTION", kinds.CHOICE, "FLASH_ATTN", Goes.SERVER, Group.MODEL,
         "Attention kernels of the DFlash2 model.", flag="--speculative-config", choices=("FLASH_ATTN", "TRITON_ATTN"),
-        reason="TRITON_ATTN lost most drafts on the older preview of vLLM. On an H200 with vLLM 0.33.0 both accepted as "
-               "many of a small draft's tokens, so that it may be chosen; the same on a Spark would lift this."),
+        reason="TRITON_ATTN lost most drafts on the older preview of vLLM. On an H200 with vLLM 0.33.0 both accepted "
+               "as many of a small draft's tokens, so that it may be chosen; the same on a Spark would lift this."),
     Row("VISION", kinds.SWITCH, True, Goes.SERVER, Group.MODEL, "Whether images and videos are taken.",
         flag="--language-model-only"),
     Row("IMAGE_LIMIT", kinds.INTEGER, 4, Goes.SERVER, Group.MODEL,

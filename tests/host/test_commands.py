@@ -341,7 +341,7 @@ def test_defaults_are_allowed(topology):
         ({"EXTRA_ARGS": "--moe_backend=MARLIN"}, "MOE_BACKEND is marlin"),
         ({"MLA_GEOMETRY": "compact", "EXTRA_ARGS": "-dcp 2"}, "compact and EXTRA_ARGS has --decode-context-para"),
         ({"MLA_GEOMETRY": "compact", "EXTRA_ARGS": "--kv-transfer-config '{}'"}, "compact .* --kv-transfer-config"),
-        ({"EXTRA_ARGS": "--attention-config.backend TRITON_ATTN"}, "names TRITON_ATTN: .* set DRAFT_ATTENTION=TRITON_ATTN"),
+        ({"EXTRA_ARGS": "--attention-config.backend TRITON_ATTN"}, "names TRITON_ATTN: .* DRAFT_ATTENTION=TRITON_ATTN"),
         ({"EXTRA_ARGS": "--attention-backend flashinfer"}, "--attention-backend: the model's is sparse MLA"),
         ({"MAX_NUM_BATCHED_TOKENS": 2048, "EXL3_GUARDS_OFF": "chunk-ends"},
          r"MAX_NUM_BATCHED_TOKENS is 2048: .* whole state block .* silently lose .* set it to \d+ or more"),
