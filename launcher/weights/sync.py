@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import threading
@@ -35,6 +36,7 @@ from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
 
 TICK_S = 0.25
 LET_GO_S = 1
+PROGRAMS = ("rsync", "setpriv")
 CONFIG = "config.json"  # what tells one checkpoint from another
 SMALL_BYTES = probe.SMALL_BYTES  # hashed whenever it is looked at, so it needs no record
 
@@ -217,11 +219,13 @@ class Job:
         return LauncherError(f"{label(self.node)}: {text}", Exit.SETUP)
 
     def refuse_what_is_in_the_way(self, missing: Sequence[str], seen: Seen, room: Mapping[str, int]) -> None:
-        if seen.missing_programs:
-            raise self.error(
-                f"{' and '.join(seen.missing_programs)} not installed there; sudo apt-get install rsync util-linux on "
-                f"that node, then run this again."
-            )
+        here = [name for name in PROGRAMS if not shutil.which(name)]
+        for names, where in ((here, "on this machine"), (seen.missing_programs, "there")):
+            if names:
+                raise self.error(
+                    f"{' and '.join(names)} not installed {where}; sudo apt-get install rsync util-linux {where}, then "
+                    f"run this again."
+                )
         if seen.folders:
             raise self.error(f"{seen.folder}/{seen.folders[0]} is a folder and should be a file; move it away.")
         if seen.old is None and CONFIG in missing and seen.stats[CONFIG]:

@@ -107,6 +107,8 @@ class Folder:
         try:
             (self.work / PARTIAL).mkdir(parents=True, exist_ok=True)
             self.lock = open(self.work / LOCK, "a")
+        except FileNotFoundError:  # another sync, which ends just now, takes its folder away
+            return False
         except OSError as error:
             raise Refused(f"{self.path} cannot be written ({error.strerror}); {what_to_do(error, self.path)}") from None
         try:

@@ -296,6 +296,8 @@ def test_a_node_without_rsync_is_named(pair, monkeypatch):
     (pair.head / "worker.py").write_text(source)
     monkeypatch.setattr(agent, "WORKER", pair.head / "worker.py")
     assert "node 1 (10.0.0.2): rsync-is-not-here not installed there; sudo apt-get install rsync" in refusal(pair)
+    monkeypatch.setattr(sync, "PROGRAMS", ("rsync", "setpriv-is-not-here"))
+    assert "setpriv-is-not-here not installed on this machine; sudo apt-get install" in refusal(pair)
 
 
 @pytest.fixture
