@@ -7,7 +7,7 @@ replaces parts of. torch, FlashInfer and transformers are metadata with next to 
 import base64
 import csv
 import hashlib
-import importlib
+import importlib.metadata
 import io
 import os
 import shutil
@@ -80,11 +80,11 @@ def debian(folder: Path) -> None:
 
 
 def add_pip(folder: Path) -> None:
-    import ensurepip
-
-    (bundled,) = Path(ensurepip.__file__).with_name("_bundled").glob("pip-*.whl")
-    with zipfile.ZipFile(bundled) as wheel:
-        wheel.extractall(folder / SITE)
+    """That of the environment in which the tests run."""
+    installed = importlib.metadata.distribution("pip")
+    for name in ("pip", f"pip-{installed.version}.dist-info"):
+        leave = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(str(installed.locate_file(name)), folder / SITE / name, ignore=leave)
 
 
 def compile_python(folder: Path) -> None:
