@@ -45,6 +45,7 @@ def point_at(patch: pytest.MonkeyPatch, table: tuple[Pack, ...], url: str, home:
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
     patch.setattr(constants, "HF_HUB_CACHE", str(cache))
     patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)  # other tests' vLLM is kept off the Hub by the environment
 
 
 class Machine:

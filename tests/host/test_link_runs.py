@@ -67,7 +67,13 @@ class Perftest:
         return sorted(path.read_text() for path in self.books.glob(f"{role}[0-9]*"))
 
     def left(self) -> list[str]:
-        """Command lines of what still runs."""
+        """Command lines of what still runs; what is being ended has a moment to go."""
+        end = time.monotonic() + 2
+        while (lines := self.running()) and time.monotonic() < end:
+            time.sleep(0.02)
+        return lines
+
+    def running(self) -> list[str]:
         lines = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():

@@ -97,13 +97,15 @@ def test_the_script_is_python_3_8():
         ast.parse(SCRIPT.with_name(name).read_text(), feature_version=(3, 8))
 
 
-MEASURE = """
-import json, resource, sys, time
+MEASURE = r"""
+import json, re, sys, time
 sys.path.insert(0, sys.argv[1])
 import hashing
 began = time.monotonic()
 hashing.hash_files(sys.argv[3:], int(sys.argv[2]))
-print(json.dumps([time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10]))
+took = time.monotonic() - began
+# Not getrusage: its peak begins with that of the process that forked this one.
+print(json.dumps([took, int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) << 10]))
 """
 
 
@@ -128,8 +130,8 @@ def test_it_is_as_fast_as_sha256sum_in_little_memory(tmp_path, record_property):
 
 def test_an_error_stops_the_other_readers(tmp_path):
     paths = [*sparse(tmp_path, 1, 4048 * MIB), tmp_path / "gone"]
-    read, began = [], time.monotonic()
+    read, began, threads = [], time.monotonic(), threading.active_count()
     with pytest.raises(FileNotFoundError):
         hashing.hash_files(paths, 2, read.append)
     assert sum(read) < 2048 * MIB and time.monotonic() - began < 5
-    assert threading.active_count() < 5
+    assert threading.active_count() <= threads

@@ -70,6 +70,7 @@ def kill_one(hub_machine, folder: Path, chance: random.Random, remaining: int) -
     time.sleep(chance.uniform(0, 0.03))
     was_alive = running.process.is_alive()
     running.kill()
+    assert was_alive or running.process.exitcode == Exit.OK, running.said
     return was_alive
 
 
