@@ -80,13 +80,8 @@ def check(config) -> Exit:
     return Exit.REFUSED if preflight.failed(findings) else Exit.OK
 
 
-def refuse_bad_findings(context, besides: Sequence[str] = ()) -> None:
-    """`besides` names checks that are made all the same once what they look at has been seen to."""
+def refuse_bad_findings(context) -> None:
     findings = preflight.run_checks(context, context.config["SKIP_CHECKS"])
-    if besides:
-        findings = [finding for finding in findings if finding.check not in besides]
-        if not preflight.failed(findings):
-            return
     shown = [finding for finding in findings if finding.level != "PASS"]
     console.say(f"{len(findings) - len(shown)} checks passed." + ("\n" + preflight.describe(shown) if shown else ""))
     for rank, change in discovery.changes(context.fabrics, context.previous):
@@ -167,9 +162,9 @@ def bring_what_is_missing(context, state: ClusterState | None) -> preflight.Cont
     """Copies image and weights that other nodes lack, once nothing else is wrong; then looks at everything again."""
     config, behind = context.config, images.behind(context)
     ranks = [] if weights_checks.NAME in config["SKIP_CHECKS"] else weights_checks.workers_to_fill(context)
-    if not behind and not ranks:
+    lacking = ["image"] * bool(behind) + [weights_checks.NAME] * bool(ranks)
+    if not lacking or preflight.failed(preflight.run_checks(context, [*config["SKIP_CHECKS"], *lacking])):
         return context
-    refuse_bad_findings(context, besides=["image"] * bool(behind) + [weights_checks.NAME] * bool(ranks))
     if behind:
         images.copy_to_others(config)
     if ranks:

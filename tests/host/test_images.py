@@ -181,7 +181,7 @@ def test_a_start_gives_the_other_nodes_the_image(cluster_stub):
 def test_nothing_is_sent_when_another_check_fails(cluster_stub, capsys):
     cluster_stub.images("head", ours=NEW)
     cluster_stub.images("worker")
-    with pytest.raises(LauncherError, match=r"Nothing was started and nothing was stopped: address failed"):
+    with pytest.raises(LauncherError, match=r"Nothing was started and nothing was stopped: address, image failed"):
         cluster_life.start(checked(cluster_stub, "image", "address"))
     assert cluster_stub.calls("save") == []
 

@@ -31,7 +31,7 @@ def head(pair, tmp_path, monkeypatch):
 def brought(node, **changes: str):
     config = settings(node, **changes)
     context = cluster_life.look(config, None)
-    return context, cluster_life.bring_weights(context, None)
+    return context, cluster_life.bring_what_is_missing(context, None)
 
 
 def levels(context) -> dict[tuple, str]:
@@ -48,6 +48,14 @@ def test_a_start_copies_what_another_node_lacks_and_says_so(head, capfd):
     assert "node 1 (10.0.0.2): MODEL_DIR 6 of 6 files copied" in said
     again, same = brought(head)
     assert same is again
+
+
+def test_a_node_that_lacks_image_and_weights_gets_both(head, monkeypatch):
+    sent = []
+    monkeypatch.setattr(cluster_life.images, "behind", lambda context: [1])
+    monkeypatch.setattr(cluster_life.images, "copy_to_others", sent.append)
+    before, after = brought(head)
+    assert sent == [before.config] and set(levels(after).values()) == {"PASS"}
 
 
 def test_nothing_is_copied_while_something_else_is_wrong(head):
