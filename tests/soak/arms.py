@@ -97,6 +97,9 @@ CPU_LACKS = {
     "graphs": "CUDA graphs need CUDA",
     "flashkda": "FlashKDA needs CUDA, SM90, SM10x or SM12x",
     "fp8": "the CPU's MLA cache is bf16 only",
+    # No words of an arm's name, but what a GPU's soak looks at too.
+    "chunks": "vLLM reads every prompt whole where MLA runs on the CPU",
+    "indexer": "the CPU's attention is dense, up to 2,048 tokens",
 }
 SM_LACKS = {
     "fp8": ("FLASHMLA_SPARSE with fp8_ds_mla was run on SM90 only", (9,)),

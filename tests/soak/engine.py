@@ -64,7 +64,8 @@ def start_arm(model: Path, platform: arms.Platform, one: arms.Arm, order: dict):
     draft = options.get("speculative_config", {})
     if "model" in draft:
         options["speculative_config"] = draft | {"model": str(Path(order["models"]) / draft["model"])}
-    chunk = order["longest"] + order["seats"] if order["plain"] else order["chunk"]
+    is_whole = order["plain"] or platform.name == "cpu"
+    chunk = order["longest"] + order["seats"] if is_whole else order["chunk"]
     sizes = {"max_model_len": order["longest"], "max_num_batched_tokens": chunk, "max_num_seqs": order["seats"],
              "disable_log_stats": False}  # fmt: skip
     if platform.name != "cpu":

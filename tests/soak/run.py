@@ -231,6 +231,8 @@ def wanted(args: argparse.Namespace, run: Run) -> tuple[list[dict], dict[str, st
         for bug in bugs.chosen(args.bugs):
             one = bugs.BUGS[bug].arm
             there, missing = arms.choose(one.name, run.platform)
+            if there and bugs.BUGS[bug].needs_indexer and run.platform.name == "cpu":
+                there, missing = [], {one.name: arms.CPU_LACKS["indexer"]}
             orders += [run.order(one, bug) for _ in there]
             lacks |= {f"{bug} in {name}": why for name, why in missing.items()}
         chosen = [bugs.BUGS[order["bug"]].arm for order in orders]
