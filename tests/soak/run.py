@@ -134,10 +134,8 @@ class Run:
         kinds = list(dict.fromkeys(arms.named(order["arm"]).kv for order in orders))
         (self.work / exchange.DONE).unlink(missing_ok=True)
         judges = ThreadPoolExecutor(len(kinds))
-        waiting = [judges.submit(self.judge, kv) for kv in kinds]
-        watch = [future for future in waiting]
-        for future in watch:  # without its judge, an arm would wait until the time is over
-            future.add_done_callback(lambda _: (self.work / exchange.DONE).touch())
+        for kv in kinds:  # without its judge, an arm would wait until the time is over
+            judges.submit(self.judge, kv).add_done_callback(lambda _: (self.work / exchange.DONE).touch())
         with ThreadPoolExecutor(max(1, self.args.parallel - len(kinds))) as pool:
             list(pool.map(self.answer, orders))
         (self.work / exchange.DONE).touch()
