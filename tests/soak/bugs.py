@@ -107,9 +107,7 @@ def rejected_state_kept(llm) -> None:
             if num_accepted_tokens is not None:
                 num_accepted_tokens = num_accepted_tokens.clone()
                 num_accepted_tokens[:1] = (num_accepted_tokens[:1] + 1).clamp(max=ssm_state_indices.shape[-1])
-            return original(
-                *args, num_accepted_tokens=num_accepted_tokens, ssm_state_indices=ssm_state_indices, **rest
-            )
+            return original(*args, num_accepted_tokens=num_accepted_tokens, ssm_state_indices=ssm_state_indices, **rest)
 
         return fused_recurrent_kda
 

@@ -69,7 +69,7 @@ def start_arm(model: Path, platform: arms.Platform, one: arms.Arm, order: dict):
     sizes = {"max_model_len": order["longest"], "max_num_batched_tokens": chunk, "max_num_seqs": order["seats"],
              "disable_log_stats": False}  # fmt: skip
     if platform.name != "cpu":
-        sizes["kv_cache_memory_bytes"] = order["pool_mib"] << 20
+        sizes |= {"kv_cache_memory_bytes": order["pool_mib"] << 20, "tensor_parallel_size": order["tp"]}
     return start(model, platform, **options | sizes | order.get("options", {}))
 
 
@@ -95,15 +95,16 @@ def answer(order: dict) -> None:
     def say(line: str) -> None:
         print(f"{name}: {time.monotonic() - begin:6.1f} s  {line}", flush=True)
 
-    model = Path(order["models"]) / arms.model_of(one)
+    model, plan = Path(order["models"]) / arms.model_of(one), None
+    if order["plan"]:  # in the engine that it failed in
+        plan = sessions.from_json(Path(order["plan"]).read_text())
+        order |= {"chunk": plan.edges.chunk, "longest": plan.edges.longest, "seats": plan.edges.seats}
     llm, words = start_arm(model, platform, one, order), Words(model)
     say("engine is up")
-    if order.get("plan"):
-        plan = sessions.from_json(Path(order["plan"]).read_text())
-    else:
+    if plan is None:
         plan = sessions.make_plan(order["seed"], order["sessions"], edges_of(llm, order["longest"]))
     (work / f"{name}.plan.json").write_text(sessions.to_json(plan))
-    if order.get("bug"):
+    if order["bug"]:
         bugs.BUGS[order["bug"]].plant(llm)
 
     def verdict(candidate: sessions.Plan) -> tuple[dict, Soak]:
@@ -117,8 +118,8 @@ def answer(order: dict) -> None:
         llm.reset_prefix_cache()
         smaller, used = sessions.shrink(plan, lambda candidate: bool(_again(llm, verdict, candidate)), order["reruns"])
         (work / f"{name}.small.json").write_text(sessions.to_json(smaller))
-        report["shrunk"] = {"plan": f"{name}.small.json", "sessions": len(smaller.sessions), "turns": smaller.turns,
-                            "reruns": used}  # fmt: skip
+        report["shrunk"] = {"plan": str(work / f"{name}.small.json"), "sessions": len(smaller.sessions),
+                            "turns": smaller.turns, "reruns": used}  # fmt: skip
         say(f"shrunk to {len(smaller.sessions)} sessions, {smaller.turns} turns in {used} reruns")
     exchange.write(work / f"{name}.report.json", report | {"seconds": round(time.monotonic() - begin, 1)})
 

@@ -29,6 +29,7 @@ import exchange
 from prove import Proof
 
 FINDINGS, USAGE, NO_ANSWER = 1, 2, 3
+CPU_LONGEST = 2048 - 8  # the judge's context is a little longer
 
 
 def gpu_platform() -> arms.Platform:
@@ -82,14 +83,16 @@ class Run:
         self.gpus = max(1, args.gpus)
         self.started = 0
 
-    def order(self, one: arms.Arm, bug: str | None = None) -> dict:
+    def order(self, one: arms.Arm, bug: str | None = None, number: int = 0) -> dict:
+        """Arm `number` of a set; every other one has the other size of a step."""
         planted = bugs.BUGS[bug] if bug else None
         return {
             "arm": one.name, "name": f"{bug}.{one.name}" if bug else one.name, "plain": one.is_plain and not bug,
             "bug": bug, "options": planted.options if planted else {}, "work": str(self.work),
             "models": str(self.work / "models"), "plan": self.args.plan and str(self.args.plan),
             "seed": self.args.seed, "sessions": self.args.sessions, "longest": self.args.longest,
-            "chunk": self.args.chunk, "seats": self.args.seats, "pool_mib": self.args.pool_mib,
+            "chunk": self.args.chunks[number % len(self.args.chunks)], "seats": self.args.seats,
+            "pool_mib": self.args.pool_mib, "tp": self.args.tp,
             # A planted bug is known: nothing is gained by shrinking what shows it.
             "reruns": 0 if bug else self.args.reruns, "platform": vars(self.platform),
         }  # fmt: skip
@@ -106,7 +109,7 @@ class Run:
 
     def _process(self, role: str, name: str, order: dict, **environment: str) -> bool:
         """Whether it ended well. Whoever ends badly has the end of its log printed."""
-        place = {"CUDA_VISIBLE_DEVICES": str(self.started % self.gpus)}
+        place = {} if order.get("tp", 1) > 1 else {"CUDA_VISIBLE_DEVICES": str(self.started % self.gpus)}
         self.started += 1
         command = [sys.executable, "-u", str(HERE / "engine.py"), role, json.dumps(order)]
         process = subprocess.Popen(
@@ -176,6 +179,9 @@ def conclude(orders: list[dict], reports: dict[str, dict], is_gpu: bool) -> tupl
         lines.append(f"{'PASS' if good else 'FAIL'} {'; '.join([text, *quiet])}")
         if not planted or not good:
             lines += [f"  {one['text']}" for one in found[:10]]
+        if "shrunk" in report:
+            lines.append(f"  again, with {report['shrunk']['sessions']} sessions: python3 tests/soak/run.py "
+                         f"--arms {name} --plan {report['shrunk']['plan']}")  # fmt: skip
         code = code or (0 if good else FINDINGS)
     if is_gpu and reports and not any(report.get("preemptions") for report in reports.values()):
         lines.append("NOTE no request was preempted in any arm; a smaller --pool-mib would do it")
@@ -203,17 +209,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sessions", type=int, default=60, help="of each arm; about three turns each")
     parser.add_argument("--longest", type=int, default=9216, help="tokens of a context; the CPU has 2,048 at most")
-    parser.add_argument("--chunk", type=int, default=509, help="tokens of a step; best no multiple of 4")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[509, 151],
+                        help="tokens of a step, of one arm after the other: no multiples of 4, one below a state block")
     parser.add_argument("--seats", type=int, default=8, help="requests at once")
-    parser.add_argument("--pool-mib", type=int, default=48, help="of the cache; small ones evict and preempt")
+    parser.add_argument("--pool-mib", type=int, default=96, help="of the cache; small ones evict and preempt")
     parser.add_argument("--parallel", type=int, default=7, help="engines side by side, judges included")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread the engines over")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each arm; the judge has one")
     parser.add_argument("--seconds", type=int, default=570, help="after so long what is left counts as failed")
     parser.add_argument("--reruns", type=int, default=12, help="of a failing arm, to find a smaller plan that fails")
     parser.add_argument("--work", type=Path, default=Path("/tmp/soak"))
     parser.add_argument("--drafts", type=Path, default=ROOT / "models" / "local-drafts")
     parser.add_argument("--report", type=Path, default=Path("soak.json"))
     args = parser.parse_args(argv)
+    if args.bugs and args.tp > 1:
+        parser.error("--bugs: they are planted in an engine of one process; leave --tp out.")
     if args.plan and not args.plan.is_file():
         parser.error(f"--plan {args.plan}: no such file; a soak writes NAME.plan.json into its --work.")
     return args
@@ -223,7 +233,7 @@ def wanted(args: argparse.Namespace, run: Run) -> tuple[list[dict], dict[str, st
     """(orders, what is left out and why). The plain arms come first: all verdicts wait for their floor."""
     if not args.bugs:
         chosen, lacks = arms.choose(args.arms, run.platform)
-        orders = [run.order(one) for one in chosen if not one.is_plain]
+        orders = [run.order(one, number=i) for i, one in enumerate(one for one in chosen if not one.is_plain)]
     else:
         lacks, orders = {}, []
         for bug in bugs.chosen(args.bugs):
@@ -250,6 +260,10 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return USAGE
+    if platform.name == "cpu" and args.longest > CPU_LONGEST:
+        lacks[f"contexts above {CPU_LONGEST} tokens"] = arms.CPU_LACKS["indexer"]
+        args.longest = CPU_LONGEST
+        orders = [order | {"longest": args.longest} for order in orders]
     for what, why in lacks.items():
         print(f"NOT RUN {what}: {why}", flush=True)
     if not orders:

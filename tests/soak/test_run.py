@@ -35,6 +35,8 @@ def test_an_arm_without_findings_passes():
 def test_a_finding_fails_and_is_told():
     lines, code = concluded(findings=[FINDING])
     assert code == FINDINGS and lines[0].startswith("FAIL") and FINDING["text"] in lines[1]
+    again = concluded(findings=[FINDING], shrunk={"plan": "/w/x.small.json", "sessions": 2})[0][2]
+    assert again.endswith(f"with 2 sessions: python3 tests/soak/run.py --arms {ARM} --plan /w/x.small.json")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def test_every_planted_bug_has_its_arm_and_floor(tmp_path):
     assert {one["bug"] for one in made} == {None, *BUGS} and lacks == {}
     assert [one["name"] for one in made if not one["bug"]] == [plain("auto").name]
     assert next(one for one in made if one["bug"] == "chunk-ends")["options"] == {"max_num_batched_tokens": 131}
+    assert {one["chunk"] for one in orders(tmp_path, H200)[0]} == {509, 151}
     # A planted arm may have the plain arm's name, but never its say.
     assert not any(one["plain"] for one in made if one["bug"])
 
