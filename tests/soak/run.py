@@ -181,7 +181,7 @@ def conclude(orders: list[dict], reports: dict[str, dict], is_gpu: bool) -> tupl
             lines += [f"  {one['text']}" for one in found[:10]]
         if "shrunk" in report:
             lines.append(f"  again, with {report['shrunk']['sessions']} sessions: python3 tests/soak/run.py "
-                         f"--arms {name} --plan {report['shrunk']['plan']}")  # fmt: skip
+                         f"--arms {order['arm']} --plan {report['shrunk']['plan']}")  # fmt: skip
         code = code or (0 if good else FINDINGS)
     if is_gpu and reports and not any(report.get("preemptions") for report in reports.values()):
         lines.append("NOTE no request was preempted in any arm; a smaller --pool-mib would do it")
