@@ -23,6 +23,7 @@ sys.path += [str(HERE), str(HERE.parents[1])]
 
 import judge
 import sessions
+import shapes
 from judge import Answer
 from openai import AsyncOpenAI, OpenAIError
 from words import Words, first_prompt
@@ -37,7 +38,7 @@ class Api:
         self.client = AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, timeout=timeout_s)
         self.model = None
 
-    async def _name(self) -> str:
+    async def name(self) -> str:
         if self.model is None:
             self.model = (await self.client.models.list()).data[0].id
         return self.model
@@ -47,7 +48,7 @@ class Api:
         said, cached, nan = [], None, False
         more = {"ignore_eos": True, "return_token_ids": True} | ({"cache_salt": salt} if salt else {})
         stream = await self.client.completions.create(
-            model=await self._name(), prompt=prompt, max_tokens=tokens, temperature=0, stream=True, extra_body=more,
+            model=await self.name(), prompt=prompt, max_tokens=tokens, temperature=0, stream=True, extra_body=more,
             stream_options={"include_usage": True}, **({"logprobs": 0} if logprobs else {}),
         )  # fmt: skip
         async with stream:  # a stream that is left is what the server takes for an abort
@@ -64,7 +65,7 @@ class Api:
         """As `read` of judge.score."""
         more = {"prompt_logprobs": 1, "cache_salt": secrets.token_hex(8)}
         reply = await self.client.completions.create(
-            model=await self._name(), prompt=tokens, max_tokens=1, temperature=0, extra_body=more
+            model=await self.name(), prompt=tokens, max_tokens=1, temperature=0, extra_body=more
         )
         rows = reply.choices[0].prompt_logprobs
         return [row and {int(t): value["logprob"] for t, value in row.items()} for row in rows]
@@ -96,12 +97,16 @@ async def _abort(api: Api, prompt: list[int], turn: sessions.Turn, logprobs: boo
             await asyncio.sleep(turn.retry * STEP_S)
 
 
-async def soak(api: Api, reader: Api, words: Words, plan: sessions.Plan, alone: int = 4) -> dict:
-    """The verdict on all of a plan at once. Raises ValueError where the server is wrong even alone and cold."""
-    together = await asyncio.gather(*(converse(api, words, session) for session in plan.sessions))
+async def soak(api: Api, reader: Api, words: Words, plan: sessions.Plan, alone: int = 4, shaped: int = 0) -> dict:
+    """The verdict on all of a plan at once, with `shaped` answers of each shape beside it.
+
+    Raises ValueError where the server is wrong even alone and cold.
+    """
+    talks = (converse(api, words, session) for session in plan.sessions)
+    faults, *together = await asyncio.gather(shapes.faults(api.client, await api.name(), shaped), *talks)
     cold = [await converse(api, words, session, cold=True) for session in plan.sessions[:alone]]
     floor = judge.floor(await score(reader, cold))
-    return judge.verdict(await score(reader, together), judge.TIMES_THE_FLOOR * floor)
+    return judge.verdict(await score(reader, together), judge.TIMES_THE_FLOOR * floor) | {"misshapen": faults}
 
 
 async def score(reader: Api, talks: list[list[Answer]]) -> list[judge.Scored]:
@@ -123,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--block", type=int, default=256, help="tokens of a state block; the server's log tells")
     parser.add_argument("--chunk", type=int, default=2048, help="the server's max_num_batched_tokens")
     parser.add_argument("--longest", type=int, default=2048, help="the server's max_model_len")
+    parser.add_argument("--shaped", type=int, default=5, help="tool calls and JSON after thinking beside them")
     parser.add_argument("--report", type=Path, default=Path("soak-http.json"))
     args = parser.parse_args(argv)
     if args.plan:
@@ -134,14 +140,15 @@ def main(argv: list[str] | None = None) -> int:
     key = os.environ.get("VLLM_API_KEY", "")
     print(f"{len(plan.sessions)} sessions, {plan.turns} turns", flush=True)
     try:
-        said = asyncio.run(soak(Api(args.url, key), Api(args.judge or args.url, key), Words(args.model), plan))
+        said = asyncio.run(soak(Api(args.url, key), Api(args.judge or args.url, key), Words(args.model), plan,
+                               shaped=args.shaped))  # fmt: skip
     except (OpenAIError, ValueError, RuntimeError) as error:
         print(f"{args.url}: no verdict: {error} Is a server of this model running there?", file=sys.stderr)
         return 3
     args.report.write_text(json.dumps(said | {"plan": json.loads(sessions.to_json(plan))}, indent=1) + "\n")
-    print(*(one["text"] for one in said["findings"]), sep="\n")
-    print(f"{said['turns']} turns, {said['hits']} hits, {len(said['findings'])} findings; the report is {args.report}")
-    return 1 if said["findings"] else 0
+    found = [one["text"] for one in said["findings"]] + said["misshapen"]
+    print(*found, f"{said['turns']} turns, {said['hits']} hits, {len(found)} findings: {args.report}", sep="\n")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
