@@ -207,7 +207,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bugs", help=f"plant instead: all, or of {', '.join(bugs.BUGS)}")
     parser.add_argument("--plan", type=Path, help="a plan that an earlier soak wrote, in place of seed and sessions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sessions", type=int, default=60, help="of each arm; about three turns each")
+    parser.add_argument("--sessions", type=int, default=40, help="of each arm; about three turns each")
     parser.add_argument("--longest", type=int, default=9216, help="tokens of a context; the CPU has 2,048 at most")
     parser.add_argument("--chunks", type=int, nargs="+", default=[509, 151],
                         help="tokens of a step, of one arm after the other: no multiples of 4, one below a state block")
