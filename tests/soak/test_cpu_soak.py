@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import arms
@@ -57,7 +57,10 @@ class Both:
 def both():
     with in_process_vllm():
         both = Both()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # hardly slower for rows this few, and many times faster beside other programs
         yield both
+        torch.set_num_threads(threads)
         both.llm.llm_engine.engine_core.shutdown()
         both.read.llm.llm_engine.engine_core.shutdown()
 
