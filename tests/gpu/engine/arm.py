@@ -24,6 +24,13 @@ BESIDES = 8  # log-probabilities of other tokens, to tell a near-tie
 LENGTHS = (5, 40, 700, 17, 130, 1, 300, 1500)
 AT_ONCE = (1, 2, 4, 8)
 TABLE_LENGTHS = (3, 40, 130, 300)
+# Of every engine, where its options do not say otherwise.
+DEFAULTS = {
+    "dtype": "bfloat16", "max_model_len": MAX_LENGTH, "max_num_seqs": 8, "max_num_batched_tokens": 2048,
+    "gpu_memory_utilization": 0.1, "enable_prefix_caching": False, "skip_tokenizer_init": True, "seed": 0,
+    "kernel_config": {"enable_flashinfer_autotune": False}, "additional_config": {"kda_prefill_backend": "triton"},
+    "scheduler_cls": "vllm_exl3.guards.chunk_ends.scheduler",
+}  # fmt: skip
 COUNTERS = {"drafts": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
 
 
@@ -80,15 +87,7 @@ def start(model: str, options: dict):
     # The candidates of a DFlash2 draft: FlashInfer would compile its top-k first, torch's gives the same.
     assert callable(logits_processor._flashinfer_topk), "vLLM chooses its top-k otherwise now"
     logits_processor._flashinfer_topk = lambda: None
-    return LLM(
-        model, dtype="bfloat16", max_model_len=MAX_LENGTH, max_num_seqs=8, max_num_batched_tokens=2048,
-        gpu_memory_utilization=0.1, enable_prefix_caching=False, skip_tokenizer_init=True, seed=0,
-        kernel_config={"enable_flashinfer_autotune": False},
-        additional_config={"kda_prefill_backend": "triton"},
-        scheduler_cls="vllm_exl3.guards.chunk_ends.scheduler",
-        disable_log_stats="speculative_config" not in options,
-        **options,
-    )  # fmt: skip
+    return LLM(model, **DEFAULTS | {"disable_log_stats": "speculative_config" not in options} | options)
 
 
 def sampling(**more):

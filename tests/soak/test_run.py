@@ -1,0 +1,133 @@
+"""The soak's command without engines: orders, verdicts, exit codes, and what a report needs to say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import bugs
+import pytest
+import run
+from arms import Platform, named, plain
+from bugs import BUGS
+from run import FINDINGS, NO_ANSWER, conclude, unexercised
+
+H200, CPU = Platform("cuda", 9), Platform("cpu")
+ARM = "cache-mtp3-sync-graphs-triton-auto"
+FINDING = {"text": "session s1, turn 0, position 3: 2.000 below the best token"}
+GOOD = {"turns": 9, "hits": 4, "findings": [], "counts": {"aborts": 2, "hits": 4}, "drafted": 90, "accepted": 40,
+        "preemptions": 1}  # fmt: skip
+
+
+def order(arm=ARM, bug=None):
+    return {"arm": arm, "name": f"{bug}.{arm}" if bug else arm, "bug": bug}
+
+
+def concluded(bug=None, **changes):
+    one = order(bug=bug)
+    return conclude([one], {one["name"]: GOOD | changes}, is_gpu=True)
+
+
+def test_an_arm_without_findings_passes():
+    assert concluded() == ([f"PASS {ARM}: 9 turns, 4 hits, 0 findings"], 0)
+
+
+def test_a_finding_fails_and_is_told():
+    lines, code = concluded(findings=[FINDING])
+    assert code == FINDINGS and lines[0].startswith("FAIL") and FINDING["text"] in lines[1]
+    again = concluded(findings=[FINDING], shrunk={"plan": "/w/x.small.json", "sessions": 2})[0][2]
+    assert again.endswith(f"with 2 sessions: python3 tests/soak/run.py --arms {ARM} --plan /w/x.small.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"counts": {"aborts": 2, "hits": 0}}, "no prompt hit the prefix cache"), ({"accepted": 0}, "0 of 90 drafted"),
+     ({"accepted": 90}, "90 of 90 drafted"), ({"counts": {"aborts": 0, "hits": 4}}, "no request was taken back")],
+)  # fmt: skip
+def test_silence_about_what_did_not_happen_is_no_pass(changes, words):
+    lines, code = concluded(**changes)
+    assert code == FINDINGS and words in lines[0]
+    assert unexercised(plain("auto").name, GOOD, is_gpu=True) == []
+
+
+def test_an_arm_without_a_report_is_no_pass_whatever_others_say():
+    other = order("cache-nodrafts-sync-graphs-triton-auto")
+    lines, code = conclude([order(), other], {other["name"]: GOOD | {"findings": [FINDING]}}, is_gpu=True)
+    assert code == NO_ANSWER and "gave no answer" in lines[0]
+
+
+@pytest.mark.parametrize(("bug", "found", "code"), [
+    ("other-session", [FINDING], 0), ("other-session", [], FINDINGS),
+    ("probe-nan-in-new-blocks", [], 0), ("probe-nan-in-new-blocks", [FINDING], FINDINGS),
+])  # fmt: skip
+def test_a_planted_bug_must_show_and_a_probe_must_not(bug, found, code):
+    assert concluded(bug=bug, findings=found)[1] == code
+
+
+def test_no_preemption_is_noted():
+    assert concluded(preemptions=0)[0][-1].startswith("NOTE no request was preempted")
+
+
+# Orders
+
+
+def orders(tmp_path, platform, *argv):
+    args = run.arguments(["--work", str(tmp_path), *argv])
+    return run.wanted(args, run.Run(args, platform))
+
+
+def test_the_plain_arms_come_first_and_once(tmp_path):
+    made, lacks = orders(tmp_path, H200)
+    assert [one["name"] for one in made[:2]] == [plain(kv).name for kv in (named(made[2]["arm"]).kv, "auto")]
+    assert not lacks
+    assert [one["plain"] for one in made] == [True, True] + [False] * (len(made) - 2)
+    assert json.loads(json.dumps(made)) == made
+
+
+def test_every_planted_bug_has_its_arm_and_floor(tmp_path):
+    made, lacks = orders(tmp_path, H200, "--bugs", "all")
+    assert {one["bug"] for one in made} == {None, *BUGS} and lacks == {}
+    assert [one["name"] for one in made if not one["bug"]] == [plain("auto").name]
+    assert next(one for one in made if one["bug"] == "chunk-ends")["options"] == {"max_num_batched_tokens": 131}
+    assert {one["chunk"] for one in orders(tmp_path, H200)[0]} == {509, 151}
+    # A planted arm may have the plain arm's name, but never its say.
+    assert not any(one["plain"] for one in made if one["bug"])
+
+
+def test_what_a_cpu_cannot_plant_is_named(tmp_path):
+    made, lacks = orders(tmp_path, CPU, "--bugs", "all")
+    assert [one["bug"] for one in made] == [None, "other-state"]
+    assert len(lacks) == len(BUGS) - 1 and all(lacks.values())
+
+
+def test_wrong_usage_is_told_and_nothing_starts(tmp_path, capsys):
+    assert run.main(["--work", str(tmp_path), "--arms", "fast"]) == run.USAGE
+    assert "--arms fast: no such arm" in capsys.readouterr().err
+    assert run.main(["--work", str(tmp_path), "--bugs", "mould"]) == run.USAGE
+    assert "--bugs 'mould': no such bug; there are chunk-ends" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run.arguments(["--plan", str(tmp_path / "none.json")])
+    assert "none.json: no such file" in capsys.readouterr().err
+
+
+def test_an_engine_that_cannot_start_is_a_failure_with_its_log(tmp_path, capsys):
+    args = run.arguments(["--work", str(tmp_path), "--seconds", "30"])
+    one = run.Run(args, CPU)
+    assert not one._process("no-such-role", "x", {})
+    assert "x: ended with 1; the end of its log:" in capsys.readouterr().out
+    assert "KeyError" in (tmp_path / "x.log").read_text()
+
+
+def test_models_for_long_contexts_are_links_but_for_one_number(tmp_path):
+    run.make_models(tmp_path, 9216, Path(run.ROOT) / "models" / "local-drafts")
+    for name in ("local", "local-mtp", "local-dflash2"):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config.get("text_config", config)["max_position_embeddings"] == 9216
+        assert any(file.is_symlink() and file.exists() for file in (tmp_path / name).glob("*.safetensors"))
+    config = json.loads((tmp_path / "local-mtp" / "config.json").read_text())
+    assert config["text_config"]["num_nextn_predict_layers"] == 1
+
+
+def test_the_command_explains_itself():
+    said = subprocess.run([sys.executable, run.__file__, "--help"], capture_output=True, text=True, check=True).stdout
+    assert all(name in said for name in ("--bugs", "pairwise", *bugs.BUGS))
