@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,13 @@ def test_a_changed_target_is_refused_by_name(monkeypatch, change):
     monkeypatch.setattr(glm5_next, "TABLE", table)
     (problem,) = problems(selfcheck.check_overrides())
     assert problem.startswith(f"{table[0].name}: is not what the plugin was written for")
+
+
+def test_every_table_of_the_gpu_platform_is_looked_at():
+    package = Path(selfcheck.__file__).parent
+    having = [file.relative_to(package.parent).with_suffix("") for file in package.rglob("*.py")
+              if "\nTABLE = " in file.read_text() and file.parent.name != "cpu"]  # fmt: skip
+    assert sorted(".".join(file.parts) for file in having) == sorted(selfcheck.OVERRIDING)
 
 
 def test_a_decorated_function_is_read_with_its_decorators(monkeypatch, tmp_path):
