@@ -11,6 +11,7 @@ import torch
 
 LATENT, GROUP, ROPE, PAYLOAD, ROPED = 512, 128, 64, 528, 656
 CHUNK, WARP = 64, 8
+LEAST_SCALE = 1e-4  # of vLLM's writer, before it goes up to a power of two
 LARGEST, LOG2E, MASKED = 448.0, 1.44269504088896340736, -1e30
 POOL = 4  # tokens of which the indexer makes one key
 E4M3 = torch.float8_e4m3fn
@@ -22,7 +23,8 @@ E4M3 = torch.float8_e4m3fn
 def quantise(latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """latent [n, 512] -> e4m3 bytes [n, 512], float32 scales [n, 4], by the rule of vLLM's writer."""
     groups = latent.float().unflatten(1, (-1, GROUP))
-    scale = (groups.abs().amax(2) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    mantissa, exponent = torch.frexp((groups.abs().amax(2) / LARGEST).clamp_min(LEAST_SCALE))
+    scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
     return to_e4m3(groups / scale[..., None]).flatten(1), scale
 
 

@@ -29,11 +29,12 @@ def _write_rows_kernel(
         column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(latent + token * latent_stride + column).to(tl.float32)
 
-        # The same rule, rounding included, as vLLM's writer: largest magnitude over 448, never below the least
-        # normal number.
+        # The same rule as vLLM's writer, so that a geometry changes no bit of an answer: largest magnitude over 448, at
+        # least 1e-4, then up to a power of two, whose bits are a float's with an empty mantissa.
         largest = tl.max(tl.abs(x), axis=1)
-        least = tl.full([GROUPS], 1.17549435e-38, tl.float32)  # as a bare number Triton would widen it all to fp64
-        scale = tl.maximum(tl.div_rn(largest, tl.full([GROUPS], 448.0, tl.float32)), least)
+        least = tl.full([GROUPS], 1e-4, tl.float32)  # as a bare number Triton would widen it all to fp64
+        exact = tl.maximum(tl.div_rn(largest, tl.full([GROUPS], 448.0, tl.float32)), least)
+        scale = ((exact.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         value = tl.div_rn(x, tl.broadcast_to(scale[:, None], [GROUPS, GROUP])).to(tl.float8e4nv)
 
         tl.store(row + column, value.to(tl.uint8, bitcast=True))
