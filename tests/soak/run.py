@@ -26,10 +26,11 @@ sys.path += [str(HERE), str(ROOT / "tests" / "gpu" / "engine"), str(ROOT)]
 import arms
 import bugs
 import exchange
+from engine import ROOM
 from prove import Proof
 
 FINDINGS, USAGE, NO_ANSWER = 1, 2, 3
-CPU_LONGEST = 2048 - 8  # the judge's context is a little longer
+CPU_LONGEST = 2048 - ROOM
 
 
 def gpu_platform() -> arms.Platform:
@@ -67,7 +68,7 @@ def make_models(out: Path, longest: int, drafts: Path) -> None:
     local = ROOT / "models" / "local"
     draft_files.join(out / "joined", local, drafts / "mtp")
     for name, source in {"local": local, "local-mtp": out / "joined", "local-dflash2": drafts / "dflash2"}.items():
-        long_copy(out / name, source, longest)
+        long_copy(out / name, source, longest + ROOM)  # the judge's own context is longer
 
 
 # Processes
@@ -82,6 +83,7 @@ class Run:
         self.environment = Proof(args.work, args.drafts, self.deadline).environment()
         self.gpus = max(1, args.gpus)
         self.started = 0
+        self.arms: set[subprocess.Popen] = set()  # those that run
 
     def order(self, one: arms.Arm, bug: str | None = None, number: int = 0) -> dict:
         """Arm `number` of a set; every other one has the other size of a step."""
@@ -97,13 +99,21 @@ class Run:
             "reruns": 0 if bug else self.args.reruns, "platform": vars(self.platform),
         }  # fmt: skip
 
-    def judge(self, kv: str) -> bool:
-        return self._process("judge", f"judge-{kv}", {
+    def judge(self, kv: str) -> None:
+        """Ends with the soak. A judge that ends earlier ends it: all arms would wait for a verdict."""
+        self._process("judge", f"judge-{kv}", {
             "kv": kv, "work": str(self.work), "models": str(self.work / "models"), "longest": self.args.longest,
             "platform": vars(self.platform),
         })  # fmt: skip
+        if not (self.work / exchange.DONE).exists():
+            print(f"judge-{kv}: ended early, so that no arm can get a verdict; stopping them", flush=True)
+            (self.work / exchange.DONE).touch()
+            for process in list(self.arms):
+                process.kill()
 
     def answer(self, order: dict) -> bool:
+        if (self.work / exchange.DONE).exists():
+            return False
         off = bugs.BUGS[order["bug"]].guards_off if order["bug"] else ()
         return self._process("arm", order["name"], order, EXL3_GUARDS_OFF=",".join(off))
 
@@ -118,6 +128,8 @@ class Run:
         )  # fmt: skip
         timer = threading.Timer(max(1, self.deadline - time.monotonic()), process.kill)
         timer.start()
+        if role == "arm":
+            self.arms.add(process)
         lines = []
         with (self.work / f"{name}.log").open("w") as log:
             for line in process.stdout:
@@ -126,6 +138,7 @@ class Run:
                 if line.startswith(f"{name}: "):
                     print(lines[-1], flush=True)
         timer.cancel()
+        self.arms.discard(process)
         if process.wait() == 0:
             return True
         late = " (the time is over)" if time.monotonic() >= self.deadline else ""
@@ -137,8 +150,8 @@ class Run:
         kinds = list(dict.fromkeys(arms.named(order["arm"]).kv for order in orders))
         (self.work / exchange.DONE).unlink(missing_ok=True)
         judges = ThreadPoolExecutor(len(kinds))
-        for kv in kinds:  # without its judge, an arm would wait until the time is over
-            judges.submit(self.judge, kv).add_done_callback(lambda _: (self.work / exchange.DONE).touch())
+        for kv in kinds:
+            judges.submit(self.judge, kv)
         with ThreadPoolExecutor(max(1, self.args.parallel - len(kinds))) as pool:
             list(pool.map(self.answer, orders))
         (self.work / exchange.DONE).touch()

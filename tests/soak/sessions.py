@@ -6,6 +6,9 @@ import json
 import random
 from dataclasses import asdict, dataclass, replace
 
+# Steps of a session, so that about twice as many as there are seats want one at a time: with all of them waiting from the
+# start, each would come back after its states were given to others.
+SPREAD = 400
 KINDS = ("plain", "foreign", "needle")  # own text of the model; non-ASCII text; a fact far in front of its question
 
 
@@ -25,10 +28,11 @@ class Edges:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Inclusive bounds, in tokens."""
+    """Inclusive bounds, in tokens but for `start`."""
 
     asked: tuple[int, int] = (7, 1500)
     answer: tuple[int, int] = (16, 300)
+    start: int = 200  # steps within which the sessions begin
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ def make_plan(seed: int, sessions: int, edges: Edges, sizes: Sizes = Sizes(), tu
     choose = random.Random(seed)
     names = list(edge_lengths(edges))
     choose.shuffle(names)
+    sizes = replace(sizes, start=max(sizes.start, SPREAD * sessions // edges.seats))
     planned = [_session(choose, i, names[i % len(names)], edges, sizes, turns) for i in range(sessions)]
     choose.shuffle(planned)  # who comes first has nothing to do with the edge
     return Plan(seed, edges, tuple(planned))
@@ -111,7 +116,7 @@ def _session(choose: random.Random, number: int, edge: str, edges: Edges, sizes:
         if room < 1 or (index and room < sizes.answer[0]):
             break
         answer = min(choose.randint(*sizes.answer), room)
-        made.append(_turn(choose, asked, answer, edge, index))
+        made.append(_turn(choose, asked, answer, edge, index, sizes.start))
         known += answer
     # Few texts, so that many sessions share one, and each is read again after others came between.
     return Session(f"s{number:03d}", choose.randrange(4), shared, tuple(made), choose.random() < 0.5)
@@ -127,10 +132,10 @@ def _next_question(choose: random.Random, known: int, edges: Edges, sizes: Sizes
     return None, min(most, max(least, int(least * (most / least) ** choose.random())))
 
 
-def _turn(choose: random.Random, asked: int, answer: int, edge: str | None, index: int) -> Turn:
+def _turn(choose: random.Random, asked: int, answer: int, edge: str | None, index: int, start: int) -> Turn:
     kind = "needle" if edge and edge.startswith("far") else choose.choices(KINDS[:2], (3, 1))[0]
     # Soon after its last answer, or after others have used what it left in the cache.
-    wait = choose.randrange(200) if not index or choose.random() < 0.2 else choose.randrange(4)
+    wait = choose.randrange(start) if not index else choose.randrange(200 if choose.random() < 0.2 else 4)
     abort = None
     if choose.random() < 0.25:  # while its prompt is read, or in the answer
         abort = choose.choice((1, 2, 3, choose.randint(4, answer + 4)))

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import bugs
@@ -10,6 +11,7 @@ import pytest
 import run
 from arms import Platform, named, plain
 from bugs import BUGS
+from engine import ROOM
 from run import FINDINGS, NO_ANSWER, conclude, unexercised
 
 H200, CPU = Platform("cuda", 9), Platform("cpu")
@@ -118,11 +120,29 @@ def test_an_engine_that_cannot_start_is_a_failure_with_its_log(tmp_path, capsys)
     assert "KeyError" in (tmp_path / "x.log").read_text()
 
 
+def test_a_judge_that_ends_early_ends_the_soak(tmp_path, capsys, monkeypatch):
+    """The arms would answer for minutes and then wait for a verdict that nobody gives."""
+    args = run.arguments(["--work", str(tmp_path), "--seconds", "60", "--parallel", "3"])
+    one = run.Run(args, CPU)
+    lasting = [sys.executable, "-c", "import time; print('arm: is up', flush=True); time.sleep(50)"]
+    popen = subprocess.Popen
+
+    def start(command, **options):
+        return popen(lasting if "arm" in command else [sys.executable, "-c", "raise SystemExit(5)"], **options)
+
+    monkeypatch.setattr(run.subprocess, "Popen", start)
+    begin = time.monotonic()
+    assert one.all([{"arm": plain("auto").name, "name": name, "bug": None} for name in ("arm", "arm2", "arm3")]) == {}
+    assert time.monotonic() - begin < 30
+    said = capsys.readouterr().out
+    assert "judge-auto: ended with 5" in said and "judge-auto: ended early" in said
+
+
 def test_models_for_long_contexts_are_links_but_for_one_number(tmp_path):
     run.make_models(tmp_path, 9216, Path(run.ROOT) / "models" / "local-drafts")
     for name in ("local", "local-mtp", "local-dflash2"):
         config = json.loads((tmp_path / name / "config.json").read_text())
-        assert config.get("text_config", config)["max_position_embeddings"] == 9216
+        assert config.get("text_config", config)["max_position_embeddings"] == 9216 + ROOM  # the judge's
         assert any(file.is_symlink() and file.exists() for file in (tmp_path / name).glob("*.safetensors"))
     config = json.loads((tmp_path / "local-mtp" / "config.json").read_text())
     assert config["text_config"]["num_nextn_predict_layers"] == 1
