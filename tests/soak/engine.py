@@ -46,6 +46,7 @@ def start(model: Path, platform: arms.Platform, **options):
         return LLM(str(model), **fixed | options)
     import arm  # of the engine proof: what works on a GPU machine
 
+    os.environ |= arm.ENVIRONMENT  # before vLLM is imported
     return arm.start(str(model), options)
 
 
