@@ -1,0 +1,98 @@
+"""What paired throughputs say: ratios of neighbours in time, their median, how sure it is, and whether a bar holds."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import dataclass
+
+LEAST_PAIRS = 8  # fewer say nothing about a percent
+RESAMPLES = 2000
+
+
+def ratios(above: list[float], below: list[float]) -> list[float]:
+    return [one / other for one, other in zip(above, below, strict=True)]
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % bootstrap interval of the median; the same values always give the same one."""
+    chance = random.Random(0)
+    found = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    return found[round(0.025 * (RESAMPLES - 1))], found[round(0.975 * (RESAMPLES - 1))]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One measure. Rates in tokens/s, entry i of each list taken within the same few seconds: with all guards, without
+    any, and with all guards in another process, which shows what two equal engines differ by."""
+
+    name: str
+    bar: float  # the share of throughput that the guards may cost
+    on: list[float]
+    off: list[float]
+    again: list[float]
+
+    @property
+    def is_enough(self) -> bool:
+        return len(self.on) >= LEAST_PAIRS
+
+    @property
+    def ratio(self) -> float:
+        """Throughput with guards over that without."""
+        return statistics.median(ratios(self.on, self.off))
+
+    @property
+    def control(self) -> float:
+        return statistics.median(ratios(self.on, self.again))
+
+    @property
+    def holds(self) -> bool:
+        return self.ratio >= 1 - self.bar
+
+    @property
+    def range(self) -> tuple[float, float]:
+        return interval(ratios(self.on, self.off))
+
+    @property
+    def control_range(self) -> tuple[float, float]:
+        return interval(ratios(self.on, self.again))
+
+    def doubts(self) -> list[str]:
+        """Why the numbers say less than the verdict sounds."""
+        low, high = self.range
+        found = []
+        if high - low > self.bar:
+            found.append(f"the interval is {high - low:.1%} wide, more than the bar: more --seconds narrow it")
+        if abs(self.control - 1) > self.bar:
+            found.append(f"two equal engines differ by {abs(self.control - 1):.1%}, more than the bar: run it again")
+        return found
+
+    def verdict(self) -> str:
+        if not self.is_enough:
+            return f"NONE {self.name}: {len(self.on)} pairs, {LEAST_PAIRS} are needed; give it more --seconds"
+        low, high = self.range
+        text = f"{self.name}: on/off {self.ratio:.4f} (95 %: {low:.4f} to {high:.4f}), {1 - self.bar:.2f} needed"
+        return "; ".join([f"{'PASS' if self.holds else 'FAIL'} {text}", *self.doubts()])
+
+    def numbers(self) -> dict:
+        return {
+            "name": self.name, "bar": self.bar, "pairs": len(self.on), "holds": self.holds, "ratio": self.ratio,
+            "range": self.range, "control": self.control, "control_range": self.control_range, "doubts": self.doubts(),
+            "rates": {"on": self.on, "off": self.off, "again": self.again},
+        }  # fmt: skip
+
+
+HEADINGS = ("measure", "on, tokens/s", "off, tokens/s", "on/off", "95 %", "on/on", "95 %", "pairs", "bar", "verdict")
+
+
+def table(comparisons: list[Comparison]) -> list[str]:
+    """Markdown, for RESULTS.md."""
+    rows = [HEADINGS, ["---"] * len(HEADINGS), *(_cells(one) for one in comparisons if one.is_enough)]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _cells(one: Comparison) -> list[str]:
+    spans = [f"{low:.4f} to {high:.4f}" for low, high in (one.range, one.control_range)]
+    rates = [f"{statistics.median(values):.0f}" for values in (one.on, one.off)]
+    return [one.name, *rates, f"{one.ratio:.4f}", spans[0], f"{one.control:.4f}", spans[1], str(len(one.on)),
+            f"{1 - one.bar:.2f}", "PASS" if one.holds else "FAIL"]  # fmt: skip

@@ -1,0 +1,104 @@
+"""Stands in for bench/guards_engine.py in its tests: an engine without a model, whose steps take given times.
+
+Its first argument is JSON: "step_ms", "guard_ms" (more for a step with guards), "sleeps" (else its clock only counts
+steps), "turns" (a file for when each turn was), "fail" ("start", "turn", "never up", "same guards", "hang
+in round 3").
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("bench", "overlay")]
+
+import guards_engine
+from guards_engine import Player, Sizes
+
+
+class FakeEngine:
+    """vLLM's LLMEngine as far as Player uses it. Prompts share a step of `chunk` tokens in order; each request that
+    decodes gets one token a step."""
+
+    def __init__(self, chunk: int = 2048, step_s: float = 0.0, sleeps: bool = False, cached: int = 0) -> None:
+        self.chunk, self.step_s, self.sleeps, self.cached = chunk, step_s, sleeps, cached
+        self.requests: dict[str, list[int]] = {}  # name -> tokens of the prompt left, new ones left
+        self.now, self.prompts = 0.0, []
+
+    def clock(self) -> float:
+        return time.perf_counter() if self.sleeps else self.now
+
+    def add_request(self, name, prompt, tokens) -> None:
+        self.prompts.append(prompt["prompt_token_ids"])
+        self.requests[name] = [len(self.prompts[-1]), tokens]
+
+    def abort_request(self, names) -> None:
+        for name in names:
+            del self.requests[name]
+
+    def step(self) -> list:
+        self.now += self.step_s
+        if self.sleeps:
+            time.sleep(self.step_s)
+        budget, outputs = self.chunk, []
+        for name, left in list(self.requests.items()):
+            read = min(budget, left[0])
+            budget -= read
+            left[0] -= read
+            if not left[0]:
+                left[1] -= 1
+                outputs.append(self.output(name, finished=not left[1]))
+        return outputs
+
+    def output(self, name: str, finished: bool):
+        if finished:
+            del self.requests[name]
+        said = SimpleNamespace(token_ids=[7])
+        return SimpleNamespace(
+            request_id=f"{name}-0a1b", outputs=[said], finished=finished, num_cached_tokens=self.cached
+        )
+
+
+class FakeTexts:
+    def short(self, seed: str) -> list[int]:
+        return self.long(seed, guards_engine.SHORT)
+
+    def long(self, seed: str, count: int) -> list[int]:
+        return [hash(seed)] * count
+
+
+def main() -> None:
+    reply, setting, order = guards_engine.replies(), json.loads(sys.argv[1]), json.loads(sys.argv[2])
+    off, fail = os.environ["EXL3_GUARDS_OFF"], setting.get("fail")
+    if fail == "start" and off:
+        sys.exit("vLLM: no GPU today")
+    if fail == "never up":
+        time.sleep(60)
+    milliseconds = setting.get("step_ms", 1.0) + (0 if off else setting.get("guard_ms", 0.0))
+    engine = FakeEngine(step_s=milliseconds / 1e3, sleeps=setting.get("sleeps", False))
+    player = Player(engine, FakeTexts(), Sizes(**order["sizes"]), sampling=lambda tokens: tokens, clock=engine.clock)
+    play = player.play
+
+    def noted(measure: str, round: int, part: int) -> dict:
+        if fail == "turn" and round == 0 and not off:
+            raise RuntimeError("out of memory")
+        if fail == "hang in round 3" and round == 2:
+            time.sleep(60)
+        begin = time.monotonic()
+        timed = play(measure, round, part)
+        if round >= 0 and "turns" in setting:
+            with open(setting["turns"], "a") as file:
+                print(begin, time.monotonic(), off or "on", os.getpid(), file=file)
+        return timed
+
+    player.play = noted
+    print("what vLLM prints to stdout is no reply")
+    off = "" if fail == "same guards" else off
+    about = {"guards_off": off.split(",") if off else [], "scheduler": "Scheduler" if off else "PoolScheduler"}
+    guards_engine.serve(player, about, sys.stdin, reply)
+
+
+if __name__ == "__main__":
+    main()
