@@ -153,7 +153,10 @@ def refuse_little_memory_beside(config) -> None:
     vocabulary = vocabulary_of(Path(str(config["MODEL_DIR"])).expanduser() / "config.json")
     needed = SCORED_ROWS * SCORED_BYTES * vocabulary + float(config["MEMORY_GUARD_GIB"]) * GIB
     for node in facts.gather(remote.nodes_of(config), preflight.request(config)):
-        if node.memory and node.memory.available_bytes < needed:
+        if node.memory is None:
+            trouble = node.unreached or node.unprobed or node.errors.get("memory", "its memory is not told")
+            raise LauncherError(f"soak: node {node.rank} ({node.address}): {trouble}; see that it answers.")
+        if node.memory.available_bytes < needed:
             raise LauncherError(
                 f"soak: node {node.rank} ({node.address}): {node.memory.available_bytes / GIB:.1f} GiB are available, "
                 f"and judging answers of {vocabulary:,} kinds of tokens needs {needed / GIB:.1f}; `restart` with a "

@@ -267,9 +267,10 @@ def conclude(job: Job, options: Options, code: int, said: Sequence[str], about: 
     allowed = settings_allowed(report, options, code)
     report["launcher"]["may_be_set"] = allowed
     place = options.report.absolute() if options.report else job.report
-    partial = place.with_name(place.name + ".partial")
-    partial.write_text(in_our_words(json.dumps(report, indent=1)) + "\n")
-    partial.replace(place)
+    for path in dict.fromkeys((job.report, place)):
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(in_our_words(json.dumps(report, indent=1)) + "\n")
+        partial.replace(path)
     print(f"soak: {summary(report, code)} The report is {place}; logs and plans are in {job.folder}.")
     if allowed:
         print(f"soak: every arm with these fast choices passed here, so you may set {' and '.join(allowed)}.")
@@ -280,7 +281,7 @@ def summary(report: Mapping, code: int) -> str:
     arms = report.get("arms")
     many = list(arms.values()) if arms is not None else [report]
     turns, hits = (sum(one[name] for one in many) for name in ("turns", "hits"))
-    where = f" in {len(many)} arms" if arms is not None else ""
+    where = f" in {len(many)} arm{'s' * (len(many) != 1)}" if arms is not None else ""
     found = sum(len(one["findings"]) + len(one.get("misshapen", ())) for one in many)
     failed = [line.split()[1].rstrip(":") for line in report.get("verdicts", ()) if line.startswith("FAIL")]
     good = "every planted bug showed" if report.get("settings", {}).get("bugs") else "nothing was found"
