@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from launcher import console, environment, lifecycle, settings
+from launcher import console, environment, lifecycle, local_soak, settings, soak
 from launcher import plan as plans
 from launcher.errors import Exit, LauncherError
 
@@ -28,6 +28,7 @@ COMMANDS = {
     "stop": (RUN, "end the server, or a start that is under way"),
     "status": (RUN, "tell whether it runs, in which phase it is and whether it answers"),
     "canary": (RUN, "ask what runs the questions of its start once more"),
+    "soak": (RUN, "ask for ten minutes whether answers in company are those given alone; writes a report"),
     "cache": (RUN, "`cache reset` empties the prefix cache of what runs, between requests"),
     "logs": (RUN, "print the server's log"),
     "plan": ((*SERVE, *RUN), "print the exact command and environment of the server, secrets left out; starts nothing"),
@@ -49,6 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("-f", "--follow", action="store_true", help="Keep printing until the server ends.")
         if name == "cache":
             command.add_argument("action", choices=["reset"])
+        if name == "soak":
+            soak.add_options(command)
         if name == "setup":
             command.add_argument("--tests", action="store_true", help="Also install what the tests need.")
     return parser
@@ -73,6 +76,9 @@ def run(options: argparse.Namespace, ambient: dict[str, str]) -> Exit:
         values["run_dir"].mkdir(parents=True, exist_ok=True)
         environment.make_environment(environment.Sources(), values["run_dir"] / "environment.log", options.tests)
         return Exit.OK
+    if options.command == "soak":
+        console.set_program("./start-local.sh")
+        return local_soak.run(values, ambient, soak.options_of(options))
     if options.command == "logs":
         return lifecycle.logs(values, options.follow)
     simple = {

@@ -9,7 +9,18 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher import caches, cluster_life, cluster_plan, cluster_service, console, envfile, images, memory_plan
+from launcher import (
+    caches,
+    cluster_life,
+    cluster_plan,
+    cluster_service,
+    cluster_soak,
+    console,
+    envfile,
+    images,
+    memory_plan,
+    soak,
+)
 from launcher.commands import REPOSITORY
 from launcher.config import Config, load, of_what_runs
 from launcher.errors import Exit, LauncherError
@@ -24,6 +35,7 @@ COMMANDS = {
     "stop": "end what runs, on every node",
     "status": "tell whether it runs, answers and makes progress",
     "canary": "ask what runs a few questions with known answers, one of them cold and from the prefix cache",
+    "soak": "ask for ten minutes whether answers in company and from the cache are those given alone; writes a report",
     "cache": "`cache reset` empties the prefix cache of what runs, between requests",
     "logs": "print the log of a rank",
     "check": "look at every node and report; changes nothing",
@@ -65,6 +77,8 @@ def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
             command.add_argument("-f", "--follow", action="store_true", help="Keep printing until Ctrl-C.")
         if name == "cache":
             command.add_argument("action", choices=["reset"])
+        if name == "soak":
+            soak.add_options(command)
         if name == "sync":
             command.add_argument("--full", action="store_true", help="Hash every byte there again.")
         if name == "share":
@@ -131,6 +145,8 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return cluster_life.shell(config, options.rank)
     if options.command in ("cache", "canary"):
         return {"cache": cluster_service.reset_cache, "canary": cluster_service.ask}[options.command](config)
+    if options.command == "soak":
+        return cluster_soak.run(config, soak.options_of(options))
     if options.command == "sync":
         return cluster_life.sync(config, full=options.full)
     if options.command == "share":

@@ -130,8 +130,8 @@ class Files:
                 state = self.read_state()
                 doing = f" (process {state.launcher.pid}, phase {state.phase})" if state else ""
                 raise LauncherError(
-                    f"Another start, restart, stop or sync of {self.topology} is under way{doing}; wait for it, or "
-                    f"press Ctrl-C where it runs.",
+                    f"Another start, restart, stop, sync or soak of {self.topology} is under way{doing}; wait for it, "
+                    f"or press Ctrl-C where it runs.",
                     Exit.BUSY,
                 ) from None
             yield

@@ -103,4 +103,7 @@ class StateFile:
     def busy(self) -> str:
         state = self.read_alive()
         where = f" (pid {state.launcher.pid}, phase {state.phase})" if state else ""
-        return f"Another start is under way{where}; wait for it, or end it with `./start-local.sh stop`."
+        return (
+            f"Another start is under way{where}, or a soak; wait for it, end a start with `./start-local.sh stop`, or "
+            f"press Ctrl-C where it runs."
+        )

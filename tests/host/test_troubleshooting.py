@@ -1,5 +1,6 @@
 """Every message of docs/troubleshooting.md, produced."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -10,7 +11,19 @@ import pytest
 from recorded import context
 from stub_cluster import INSIDE, an_image
 
-from launcher import canary, clocks, cluster, cluster_life, cluster_service, config, preflight, service, topology
+from launcher import (
+    canary,
+    clocks,
+    cluster,
+    cluster_life,
+    cluster_service,
+    cluster_soak,
+    config,
+    preflight,
+    service,
+    topology,
+)
+from launcher import soak as soaks
 from launcher.counters import Counters, rows
 from launcher.errors import LauncherError
 from launcher.settings import REPOSITORY
@@ -74,6 +87,23 @@ def dead_rank(stub, monkeypatch, tmp_path):
 
     monkeypatch.setattr(cluster_life.watch.Watcher, "look", look_after_death)
     return said_by(cluster_life.start, stub.config())
+
+
+def soak(stub):
+    parser = argparse.ArgumentParser()
+    soaks.add_options(parser)
+    return said_by(cluster_soak.run, stub.config(), soaks.options_of(parser.parse_args([])))
+
+
+def soak_beside_the_service(stub, monkeypatch, tmp_path):
+    said_by(cluster_life.start, stub.config())
+    return soak(stub)
+
+
+def soak_without_memory(stub, monkeypatch, tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 125829120 kB\nMemAvailable: 1024 kB\n")
+    monkeypatch.setattr(soaks, "MEMINFO", tmp_path / "meminfo")
+    return soak(stub)
 
 
 def stop_without_a_node(stub, monkeypatch, tmp_path):
@@ -216,6 +246,8 @@ PRODUCERS = {
     "nothing was emptied": in_service(cluster_service.reset_cache, busy=10**6),
     "the server has no route for it": in_service(cluster_service.reset_cache, has_route=False),
     "refused the token": in_service(cluster_service.reset_cache, env_file=Path("/dev/null")),
+    "runs and has this node's memory": soak_beside_the_service,
+    "engines side by side need": soak_without_memory,
     "cannot start yet": three_nodes,
 }
 

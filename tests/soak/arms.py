@@ -102,7 +102,7 @@ CPU_LACKS = {
     "indexer": "the CPU's attention is dense, up to 2,048 tokens",
 }
 SM_LACKS = {
-    "fp8": ("FLASHMLA_SPARSE with fp8_ds_mla was run on SM90 only", (9,)),
+    "fp8": ("FLASHMLA_SPARSE with fp8_ds_mla was run on SM90 only; SM12x packs FP8 rows under the name auto", (9,)),
     "flashkda": ("FlashKDA needs SM90, SM10x or SM12x", (9, 10, 12)),
 }
 
@@ -144,6 +144,9 @@ def _without(arms: list[Arm], lacks: dict[str, str]) -> tuple[list[Arm], dict[st
 # vLLM's options
 
 DRAFTS = {"nodrafts": {}, "mtp1": mtp(1), "mtp3": mtp(3), "dflash7": dflash2("local-dflash2")}
+# As the launcher's plans have it: vLLM chooses its sparse MLA for SM12x, in whose place the plugin has put its own, and
+# MLA_GEOMETRY and PDL come from the environment.
+SM12X_KV = {"auto": {"kv_cache_dtype": "fp8"}}
 
 
 def options(arm: Arm, platform: Platform) -> dict:
@@ -155,7 +158,7 @@ def options(arm: Arm, platform: Platform) -> dict:
         "async_scheduling": arm.schedule == "async",
         "enforce_eager": arm.mode == "eager",
         "additional_config": {"kda_prefill_backend": arm.kda},
-        **KV[arm.kv],
+        **(SM12X_KV if platform.major == 12 else KV)[arm.kv],
         **DRAFTS[arm.drafts],
     }
 

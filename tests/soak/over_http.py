@@ -16,6 +16,9 @@ import math
 import os
 import secrets
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -29,6 +32,23 @@ from openai import AsyncOpenAI, OpenAIError
 from words import Words, first_prompt
 
 STEP_S = 0.02  # of a plan's step
+TELL_EVERY_S = 10
+NO_VERDICT = 3
+
+
+class Telling:
+    """Counts what is done, and says so once in a while."""
+
+    def __init__(self) -> None:
+        self.begin = self.told = time.monotonic()
+        self.done: dict[str, int] = {}
+
+    def __call__(self, what: str, total: int) -> None:
+        self.done[what] = self.done.get(what, 0) + 1
+        now = time.monotonic()
+        if now - self.told >= TELL_EVERY_S:
+            self.told = now
+            print(f"{now - self.begin:6.1f} s  {what}: {self.done[what]} of {total}", flush=True)
 
 
 class Api:
@@ -71,7 +91,9 @@ class Api:
         return [row and {int(t): value["logprob"] for t, value in row.items()} for row in rows]
 
 
-async def converse(api: Api, words: Words, session: sessions.Session, cold: bool = False) -> list[Answer]:
+async def converse(
+    api: Api, words: Words, session: sessions.Session, cold: bool = False, tell: Callable[[], None] = lambda: None
+) -> list[Answer]:
     """All turns of a session, with its pauses and what it takes back; `cold`: at once and without the cache."""
     answers, prompt = [], first_prompt(words, session)
     for number, turn in enumerate(session.turns):
@@ -85,6 +107,7 @@ async def converse(api: Api, words: Words, session: sessions.Session, cold: bool
         if len(said) != turn.answer:
             raise RuntimeError(f"{session.name} turn {number}: {len(said)} tokens came, {turn.answer} were asked for.")
         answers.append(Answer(session.name, number, prompt, said, cached, nan, turn.edge))
+        tell()
     return answers
 
 
@@ -102,18 +125,24 @@ async def soak(api: Api, reader: Api, words: Words, plan: sessions.Plan, alone: 
 
     Raises ValueError where the server is wrong even alone and cold.
     """
-    talks = (converse(api, words, session) for session in plan.sessions)
+    telling = Telling()
+    turns = partial(telling, "turns answered in company", plan.turns)
+    talks = (converse(api, words, session, tell=turns) for session in plan.sessions)
     faults, *together = await asyncio.gather(shapes.faults(api.client, await api.name(), shaped), *talks)
-    cold = [await converse(api, words, session, cold=True) for session in plan.sessions[:alone]]
-    floor = judge.floor(await score(reader, cold))
-    return judge.verdict(await score(reader, together), judge.TIMES_THE_FLOOR * floor) | {"misshapen": faults}
+    first = plan.sessions[:alone]
+    turns = partial(telling, "turns answered alone", sum(len(session.turns) for session in first))
+    cold = [await converse(api, words, session, cold=True, tell=turns) for session in first]
+    read = partial(telling, "sessions judged", len(cold) + len(together))
+    floor = judge.floor(await score(reader, cold, read))
+    return judge.verdict(await score(reader, together, read), judge.TIMES_THE_FLOOR * floor) | {"misshapen": faults}
 
 
-async def score(reader: Api, talks: list[list[Answer]]) -> list[judge.Scored]:
+async def score(reader: Api, talks: list[list[Answer]], tell: Callable[[], None] = lambda: None) -> list[judge.Scored]:
     scored = []
     for answers in talks:
         read = {tuple(whole): await reader.read(whole) for whole, _ in judge.longest_only(answers)}
         scored += judge.score(lambda whole, read=read: read[tuple(whole)], answers)
+        tell()
     return scored
 
 
@@ -129,6 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=2048, help="the server's max_num_batched_tokens")
     parser.add_argument("--longest", type=int, default=2048, help="the server's max_model_len")
     parser.add_argument("--shaped", type=int, default=5, help="tool calls and JSON after thinking beside them")
+    parser.add_argument("--seconds", type=float, help="after so long there is no verdict; otherwise it takes its time")
     parser.add_argument("--report", type=Path, default=Path("soak-http.json"))
     args = parser.parse_args(argv)
     if args.plan:
@@ -139,12 +169,15 @@ def main(argv: list[str] | None = None) -> int:
         plan = sessions.make_plan(args.seed, args.sessions, edges)
     key = os.environ.get("VLLM_API_KEY", "")
     print(f"{len(plan.sessions)} sessions, {plan.turns} turns", flush=True)
+    whole = soak(Api(args.url, key), Api(args.judge or args.url, key), Words(args.model), plan, shaped=args.shaped)
     try:
-        said = asyncio.run(soak(Api(args.url, key), Api(args.judge or args.url, key), Words(args.model), plan,
-                               shaped=args.shaped))  # fmt: skip
+        said = asyncio.run(asyncio.wait_for(whole, args.seconds))
+    except asyncio.TimeoutError:
+        print(f"{args.url}: no verdict in {args.seconds:.0f} s; fewer --sessions are faster.", file=sys.stderr)
+        return NO_VERDICT
     except (OpenAIError, ValueError, RuntimeError) as error:
         print(f"{args.url}: no verdict: {error} Is a server of this model running there?", file=sys.stderr)
-        return 3
+        return NO_VERDICT
     args.report.write_text(json.dumps(said | {"plan": json.loads(sessions.to_json(plan))}, indent=1) + "\n")
     found = [one["text"] for one in said["findings"]] + said["misshapen"]
     print(*found, f"{said['turns']} turns, {said['hits']} hits, {len(found)} findings: {args.report}", sep="\n")

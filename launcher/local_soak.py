@@ -1,0 +1,81 @@
+"""The soak of the local topology: the CPU engine's arm, or the server that runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from launcher import console, environment, soak
+from launcher import plan as plans
+from launcher.errors import Exit, LauncherError
+from launcher.lifecycle import ready_state, signals_interrupt
+from launcher.settings import HOST, REPOSITORY
+from launcher.soak import Job, Options
+from launcher.state import State, StateFile
+
+# One arm and its judge; a server with the same model was measured at 2.6 GiB.
+ENGINES, ENGINE_GIB = 2, 3
+# Of these, more than 200 turns fit into the CPU's contexts.
+SESSIONS = 90
+# What the server reads in one step: on the CPU, every prompt whole.
+CHUNK = 2048
+
+
+def run(values: Mapping[str, object], ambient: Mapping[str, str], options: Options) -> Exit:
+    with signals_interrupt():
+        return over_http(values, ambient, options) if options.running else with_engine(values, ambient, options)
+
+
+def with_engine(values: Mapping[str, object], ambient: Mapping[str, str], options: Options) -> Exit:
+    state_file = StateFile(values["run_dir"])
+    with state_file.lock():
+        if state := state_file.read_alive():
+            raise LauncherError(
+                f"soak: a server runs here (port {state.port}) and has the memory; `./start-local.sh stop` first, or "
+                f"ask it with `./start-local.sh soak --running`.",
+                Exit.BUSY,
+            )
+        soak.refuse_missing_folders()
+        soak.refuse_little_memory(ENGINES, ENGINE_GIB, 0)
+        folder = prepare(values)
+        words = soak.engine_words(options, folder)
+        if not options.sessions and not options.plan:
+            words += ["--sessions", str(SESSIONS)]
+        return finish(job_of(values, ambient, options, [str(soak.ENGINES), *words], folder), options)
+
+
+def over_http(values: Mapping[str, object], ambient: Mapping[str, str], options: Options) -> Exit:
+    state = ready_state(StateFile(values["run_dir"]))
+    if state is None:
+        return Exit.NOT_RUNNING
+    soak.refuse_missing_folders()
+    edges = soak.edges_of(HOST, state.port, str(values["api_key"]))
+    folder = prepare(values)
+    words = http_words(options, folder, state, edges)
+    return finish(job_of(values, ambient, options, [str(soak.OVER_HTTP), *words], folder), options)
+
+
+def http_words(options: Options, folder, state: State, edges: Mapping[str, int]) -> list[str]:
+    return soak.words(options, folder, url=f"http://{HOST}:{state.port}/v1", model=state.model, chunk=CHUNK, **edges)
+
+
+def prepare(values: Mapping[str, object]):
+    """The environment, and a folder for what the soak writes."""
+    folder = soak.new_folder(values["run_dir"] / "local-soak")
+    environment.make_environment(environment.Sources(), values["run_dir"] / "environment.log")
+    return folder
+
+
+def job_of(values, ambient: Mapping[str, str], options: Options, argv: list[str], folder) -> Job:
+    inherited, _ = plans.split_environment(ambient)
+    settings = plans.serve_environment(values)
+    if not options.running:
+        settings = {name: value for name, value in settings.items() if name not in plans.secret_names()}
+    python = environment.Sources().python
+    more = {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
+    return Job((str(python), "-u", *argv), inherited | settings | more, folder, options.seconds)
+
+
+def finish(job: Job, options: Options) -> Exit:
+    console.say(f"Soak, {options.minutes} minutes at most; logs: {job.folder}")
+    code, said = soak.run(job)
+    return soak.conclude(job, options, code, said, {"topology": "local"})
