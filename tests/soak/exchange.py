@@ -22,9 +22,7 @@ def write(path: Path, data: object) -> None:
     os.replace(temporary, path)
 
 
-def ask(
-    work: Path, name: str, kv: str, is_plain: bool, answers: list[Answer], states: str | None = None
-) -> dict:
+def ask(work: Path, name: str, kv: str, is_plain: bool, answers: list[Answer], states: str | None = None) -> dict:
     """The verdict on what an arm answered, and under "states" on the probes in the file of that name.
 
     Raises RuntimeError with the judge's words where it can give none.

@@ -18,9 +18,9 @@ ROWS = (LATENT, POOLS)  # kinds that have one row per token or pool
 FEW = (CONV, TAIL)  # that are a few tokens, as noisy as rows
 
 # Floors are never taken to be below what rounding alone may do in an arm of other kernels: a few times bf16's 2^-8,
-# half a step of e4m3, and more for a single row. They are never above what would let another session's state pass
-# either, whose error is about 1.
-BF16, E4M3, WHOLE_MOST = 2**-6, 2**-4, 0.1
+# what rounding to e4m3 usually does, and more for a single row. They are never above what would let another session's
+# state pass either, whose error is about 1.
+BF16, E4M3, WHOLE_MOST = 2**-6, 2**-5, 0.1
 ROW_LEAST, ROW_MOST = 0.05, 0.25
 
 
