@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +21,9 @@ import arms
 import bugs
 import exchange
 import judge
+import probes
 import sessions
+import state_judge
 from drive import Soak
 from words import Words
 
@@ -108,11 +111,13 @@ def answer(order: dict) -> None:
     if order["bug"]:
         bugs.BUGS[order["bug"]].plant(llm)
 
-    def verdict(candidate: sessions.Plan) -> tuple[dict, Soak]:
+    def verdict(candidate: sessions.Plan, with_states: bool = False) -> tuple[dict, Soak]:
         soak = Soak(llm, words, candidate, say)
-        return exchange.ask(work, name, one.kv, order["plain"], soak.run()), soak
+        answers = soak.run()
+        states, wrong = save_states(llm, one, order, candidate, answers, say) if with_states else (None, {})
+        return exchange.ask(work, name, one.kv, order["plain"], answers, states) | wrong, soak
 
-    said, soak = verdict(plan)
+    said, soak = verdict(plan, with_states=order["probes"] > 0)
     report = said | {"counts": asdict(soak.counts), "plan": f"{name}.plan.json", **metrics(llm)}
     say(f"{said['turns']} turns, largest margin {said['largest']}, {len(said['findings'])} findings")
     if said["findings"] and order["reruns"]:
@@ -125,6 +130,21 @@ def answer(order: dict) -> None:
     exchange.write(work / f"{name}.report.json", report | {"seconds": round(time.monotonic() - begin, 1)})
 
 
+def save_states(llm, one: arms.Arm, order: dict, plan: sessions.Plan, answers: list, say) -> tuple[str | None, dict]:
+    """(name of a file in the work folder, {}), or (None, what the report says instead): the tokens' verdict goes on."""
+    begin = time.monotonic()
+    try:
+        found = probes.of_soak(llm, answers, plan.edges, plan.seed, order["probes"], one)
+        file = f"{order['name']}.states.pt"
+        state_judge.save(Path(order["work"]) / file, found)
+    except Exception as error:  # whatever it is, it is told and counts
+        traceback.print_exc()
+        return None, {"states": {"error": f"the states could not be read: {error!r}"}}
+    hits = sum(probe.cached > 0 for probe in found)
+    say(f"{len(found)} states of {order['probes']} probes, {hits} after a hit, {time.monotonic() - begin:.1f} s")
+    return file, {}
+
+
 def _again(llm, verdict, candidate: sessions.Plan) -> list:
     """The findings of a plan in an engine whose prefix cache is empty."""
     llm.reset_prefix_cache()
@@ -134,7 +154,10 @@ def _again(llm, verdict, candidate: sessions.Plan) -> list:
 def read(order: dict) -> None:
     platform = arms.Platform(**order["platform"])
     reader = judge.Reader(start_judge(Path(order["models"]) / "local", platform, order["kv"], order["longest"]))
-    exchange.serve(Path(order["work"]), order["kv"], lambda answers: judge.score(reader, answers), order.get("floor"))
+    bench = state_judge.Bench(order["kv"], lambda tokens: probes.read_alone(reader.llm, tokens))
+    exchange.serve(
+        Path(order["work"]), order["kv"], lambda answers: judge.score(reader, answers), order.get("floor"), bench
+    )
 
 
 if __name__ == "__main__":

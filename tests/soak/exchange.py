@@ -22,10 +22,14 @@ def write(path: Path, data: object) -> None:
     os.replace(temporary, path)
 
 
-def ask(work: Path, name: str, kv: str, is_plain: bool, answers: list[Answer]) -> dict:
-    """The verdict on what an arm answered. Raises RuntimeError with the judge's words where it can give none."""
+def ask(work: Path, name: str, kv: str, is_plain: bool, answers: list[Answer], states: str | None = None) -> dict:
+    """The verdict on what an arm answered, and under "states" on the probes in the file of that name.
+
+    Raises RuntimeError with the judge's words where it can give none.
+    """
     number = len(list(work.glob(f"{name}.*.answers.json")))
-    question = {"name": name, "kv": kv, "plain": is_plain, "answers": [asdict(answer) for answer in answers]}
+    question = {"name": name, "kv": kv, "plain": is_plain, "answers": [asdict(answer) for answer in answers],
+                "states": states}  # fmt: skip
     write(work / f"{name}.{number}.answers.json", question)
     reply = work / f"{name}.{number}.verdict.json"
     while not reply.is_file():
@@ -38,10 +42,14 @@ def ask(work: Path, name: str, kv: str, is_plain: bool, answers: list[Answer]) -
     return said
 
 
-def serve(work: Path, kv: str, score: Callable[[list[Answer]], list[Scored]], floor: float | None = None) -> None:
-    """Answer what arms with this KV cache ask until the runner is done; the plain arm's answers give the floor."""
+def serve(work: Path, kv: str, score: Callable[[list[Answer]], list[Scored]], floor: float | None = None,
+          bench=None) -> None:  # fmt: skip
+    """Answer what arms with this KV cache ask until the runner is done; the plain arm's answers give the floor.
+
+    `bench`: a `state_judge.Bench`, where arms send probes of their states too.
+    """
     seen: set[Path] = set()
-    held: list[tuple[Path, list[Scored]]] = []  # scored before there was a floor
+    held: list[tuple] = []  # (question, scores, measured states or None) from before there was a floor
     wrong = None
     while not (work / DONE).exists():
         for path in sorted(set(work.glob("*.answers.json")) - seen):
@@ -50,15 +58,20 @@ def serve(work: Path, kv: str, score: Callable[[list[Answer]], list[Scored]], fl
             if question["kv"] != kv:
                 continue
             scored = score([Answer(**answer) for answer in question["answers"]])
+            measured = bench.measure(work / question["states"]) if bench and question["states"] else None
+            if question["plain"] and measured is not None and bench.limits is None:
+                bench.take_floor(measured)
             if question["plain"] and floor is None:
                 try:
                     floor = judge.floor(scored)
                 except ValueError as error:
                     wrong = str(error)
-            held.append((path, scored))
+            held.append((path, scored, measured))
         if floor is not None or wrong:
-            for path, scored in held:
+            for path, scored, measured in held:
                 said = {"error": wrong} if wrong else judge.verdict(scored, judge.TIMES_THE_FLOOR * floor)
+                if measured is not None:
+                    said["states"] = bench.verdict(measured)
                 write(path.with_name(path.name.replace(".answers.", ".verdict.")), said)
             held.clear()
         time.sleep(POLL_S)

@@ -97,7 +97,7 @@ class Run:
             "models": str(self.work / "models"), "plan": self.args.plan and str(self.args.plan),
             "seed": self.args.seed, "sessions": self.args.sessions, "longest": self.args.longest,
             "chunk": self.args.chunks[number % len(self.args.chunks)], "seats": self.args.seats,
-            "pool_mib": self.args.pool_mib, "tp": self.args.tp,
+            "pool_mib": self.args.pool_mib, "tp": self.args.tp, "probes": self.args.probes if self.args.tp == 1 else 0,
             # A planted bug is known: nothing is gained by shrinking what shows it.
             "reruns": 0 if bug else self.args.reruns, "platform": vars(self.platform),
         }  # fmt: skip
@@ -172,6 +172,8 @@ def unexercised(name: str, report: dict, is_gpu: bool) -> list[str]:
     missing = [] if counts["aborts"] else ["no request was taken back"]
     if is_gpu and arm.cache == "cache" and not counts["hits"]:
         missing.append("no prompt hit the prefix cache")
+    if is_gpu and arm.cache == "cache" and report.get("states", {}).get("hits") == 0:
+        missing.append("no state was compared after a hit")
     if is_gpu and arm.drafts != "nodrafts" and not 0 < report.get("accepted", 0) < report.get("drafted", 0):
         missing.append(f"{report.get('accepted', 0)} of {report.get('drafted', 0)} drafted tokens were accepted")
     return missing
@@ -186,15 +188,20 @@ def conclude(orders: list[dict], reports: dict[str, dict], is_gpu: bool) -> tupl
             lines.append(f"FAIL {name}: gave no answer, see {name}.log")
             code = NO_ANSWER
             continue
-        found, planted = report["findings"], bugs.BUGS.get(order["bug"])
-        quiet = [] if planted else unexercised(order["arm"], report, is_gpu)
+        states, planted = report.get("states", {}), bugs.BUGS.get(order["bug"])
+        of_states = states.get("findings", [])
+        found = report["findings"] + of_states
+        quiet = [states["error"]] if "error" in states else []
+        quiet += [] if planted else unexercised(order["arm"], report, is_gpu)
         good = bool(found) if planted and planted.must_show else not found and not quiet
-        text = f"{name}: {report['turns']} turns, {report['hits']} hits, {len(found)} findings"
+        text = f"{name}: {report['turns']} turns, {report['hits']} hits, {len(report['findings'])} findings"
+        if "states" in states:
+            text += f"; {states['states']} states, {states['hits']} after a hit, {len(of_states)} findings"
         if planted:
             text += f"; planted: {planted.what}" + ("" if planted.must_show else " (nothing may show)")
         lines.append(f"{'PASS' if good else 'FAIL'} {'; '.join([text, *quiet])}")
         if not planted or not good:
-            lines += [f"  {one['text']}" for one in found[:10]]
+            lines += [f"  {one['text']}" for one in report["findings"][:10] + of_states[:10]]
         if "shrunk" in report:
             lines.append(f"  again, with {report['shrunk']['sessions']} sessions: python3 tests/soak/run.py "
                          f"--arms {order['arm']} --plan {report['shrunk']['plan']}")  # fmt: skip
@@ -230,6 +237,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
                         help="tokens of a step, of one arm after the other: no multiples of 4, one below a state block")
     parser.add_argument("--seats", type=int, default=8, help="requests at once")
     parser.add_argument("--pool-mib", type=int, default=96, help="of the cache; small ones evict and preempt")
+    parser.add_argument("--probes", type=int, default=8,
+                        help="sessions of each arm whose states are compared with those of a cold run; 0 for none")
     parser.add_argument("--parallel", type=int, default=7, help="engines side by side, judges included")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread the engines over")
     parser.add_argument("--tp", type=int, default=1, help="ranks of each arm; the judge has one")
@@ -268,7 +277,7 @@ def wanted(args: argparse.Namespace, run: Run) -> tuple[list[dict], dict[str, st
 def main(argv: list[str] | None = None) -> int:
     args, platform = arguments(argv), gpu_platform()
     args.work.mkdir(parents=True, exist_ok=True)
-    for old in [*args.work.glob("*.json"), *args.work.glob("*.part")]:
+    for old in [path for kind in ("json", "part", "pt") for path in args.work.glob(f"*.{kind}")]:
         if old.resolve() != (args.plan and args.plan.resolve()):
             old.unlink()
     run = Run(args, platform)
@@ -281,6 +290,8 @@ def main(argv: list[str] | None = None) -> int:
         lacks[f"contexts above {CPU_LONGEST} tokens"] = arms.CPU_LACKS["indexer"]
         args.longest = CPU_LONGEST
         orders = [order | {"longest": args.longest} for order in orders]
+    if args.tp > 1 and args.probes:
+        lacks["states"] = "they are read in an engine of one process; --tp 2 has one for each rank"
     for what, why in lacks.items():
         print(f"NOT RUN {what}: {why}", flush=True)
     if not orders:

@@ -17,6 +17,8 @@ import arms
 import bugs
 import engine
 import judge
+import probes
+import state_judge
 from drive import Soak
 from engines import in_process_vllm
 from sessions import Plan, Sizes, make_plan, shrink
@@ -29,6 +31,9 @@ LONGEST, TURNS = 300, 200
 BLOCKS = 14
 # The engines compute in fp32; what differs is the bf16 cache of the attention that decoded tokens read.
 BAR = 0.05
+# Of states, for the same reason.
+LENGTHS = (30, 61, 257)
+STATE_BAR = 2**-10
 SHORT = Sizes(asked=(7, 24), answer=(1, 6))
 
 
@@ -51,6 +56,12 @@ class Both:
 
     def findings(self, plan: Plan) -> list[judge.Finding]:
         return judge.findings(judge.score(self.read, self.soak(plan).answers), BAR)
+
+    def states(self) -> list[state_judge.Measured]:
+        """Of some texts in company, one of them beyond a state block, and of three tokens more that are decoded."""
+        asked = [(f"s{i}", self.words.prefix(i, length)) for i, length in enumerate(LENGTHS)]
+        found = probes.ask(self.llm, asked, decoded=3)
+        return state_judge.measure(lambda tokens: probes.read_alone(self.read.llm, tokens), found)
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +148,23 @@ def test_nan_in_states_that_run_is_found(both):
         soak = both.soak(plan)
     assert judge.findings(judge.score(both.read, soak.answers), BAR)
     assert any(answer.nan for answer in soak.answers), "no request that asks for log-probabilities saw it"
+
+
+def test_states_in_company_are_those_of_a_cold_run(both):
+    """After the prompt and, where tokens were decoded in company, after some of the answer; latents are there too."""
+    measured = both.states()
+    assert len({(one.session, one.when) for one in measured}) == 2 * len(LENGTHS)
+    assert {one.kind for one in measured} == {"KDA recurrent", "KDA conv", "latent", "latent, worst row"}
+    assert len({one.layer for one in measured}) == 4
+    assert max(one.error for one in measured) < STATE_BAR, state_judge.largest(measured)
+
+
+def test_a_neighbours_state_is_found_in_the_states(both):
+    with planted(bugs.state_of_a_neighbour, both.llm):
+        measured = both.states()
+    found = state_judge.verdict(measured, state_judge.bars({}, "auto"))["findings"]
+    assert {one["when"] for one in found} == {"answer"}, "it is planted where tokens are decoded"
+    assert {"KDA recurrent", "latent, worst row"} <= {one["kind"] for one in found}
 
 
 def nan_everywhere(llm) -> None:

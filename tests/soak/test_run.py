@@ -52,6 +52,24 @@ def test_silence_about_what_did_not_happen_is_no_pass(changes, words):
     assert unexercised(plain("auto").name, GOOD, is_gpu=True) == []
 
 
+STATES = {"states": 16, "hits": 9, "findings": [], "bars": {}, "largest": {}}
+
+
+def test_states_count_beside_tokens_and_their_silence_must_mean_something():
+    lines, code = concluded(states=STATES)
+    assert code == 0 and lines == [f"PASS {ARM}: 9 turns, 4 hits, 0 findings; 16 states, 9 after a hit, 0 findings"]
+    finding = {"text": "session s1, after the prompt: KDA recurrent"}
+    lines, code = concluded(states=STATES | {"findings": [finding]})
+    assert code == FINDINGS and lines[0].endswith("16 states, 9 after a hit, 1 findings")
+    assert finding["text"] in lines[1]
+    assert "no state was compared after a hit" in concluded(states=STATES | {"hits": 0})[0][0]
+    lines, code = concluded(states={"error": "the states could not be read: Unreadable('x')"})
+    assert code == FINDINGS and lines[0].startswith("FAIL") and "could not be read" in lines[0]
+    assert concluded(bug="other-session", states=STATES | {"findings": [finding]})[1] == 0  # this judge may see it too
+    lines, code = concluded(bug="probe-nan-in-new-blocks", states={"error": "the states could not be read: x"})
+    assert code == FINDINGS and "could not be read" in lines[0]
+
+
 def test_an_arm_without_a_report_is_no_pass_whatever_others_say():
     other = order("cache-nodrafts-sync-graphs-triton-auto")
     lines, code = conclude([order(), other], {other["name"]: GOOD | {"findings": [FINDING]}}, is_gpu=True)
