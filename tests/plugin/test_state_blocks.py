@@ -152,7 +152,7 @@ def test_a_retry_hits_what_the_step_before_it_fills(config, ahead):
 def test_a_retry_reads_nothing_if_the_step_before_it_never_ran(config, monkeypatch):
     execute = state_worker.Worker.execute
     run = start(chunk_ends.scheduler, config, Case(budget=3 * BLOCK, block=BLOCK, ahead=True), 0, Worked)
-    skipped = lambda worker, output: {"first": []} if "first" in output.num_scheduled_tokens else execute(worker, output)
+    skipped = lambda *step: {"first": []} if "first" in step[1].num_scheduled_tokens else execute(*step)
     monkeypatch.setattr(state_worker.Worker, "execute", skipped)
     taken_back_and_asked_again(run)
     assert run.worker.faults == [f"again at {3 * BLOCK}: state of nothing", f"again at {3 * BLOCK}: window of nothing"]
