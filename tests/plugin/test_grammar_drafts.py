@@ -12,7 +12,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from schedulers import MODEL, Case, Run, start, with_case
+from test_streamed_parts import PARIS, TOOLS
 from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import ParserManager
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -130,8 +133,9 @@ def allowed(wanted: int, row) -> int:
     return next(32 * at + bit for at, word in enumerate(row) for bit in range(32) if int(word) >> bit & 1)
 
 
-def say(config, manager, tokenizer, ahead: bool, wish: Wish) -> Said:
-    params = SamplingParams(max_tokens=120, structured_outputs=StructuredOutputsParams(json=SCHEMA))
+def say(config, manager, tokenizer, ahead: bool, wish: Wish, grammar: StructuredOutputsParams | None = None) -> Said:
+    """`grammar` is the schema above if nothing else is given."""
+    params = SamplingParams(max_tokens=120, structured_outputs=grammar or StructuredOutputsParams(json=SCHEMA))
     params.structured_outputs._backend = "xgrammar"
     params.update_from_generation_config({}, eos_token_id=tokenizer.eos_token_id)
     run = start(chunk_ends.scheduler, config, Case(budget=300, drafts=DRAFTS, ahead=ahead))
@@ -183,3 +187,56 @@ def test_the_end_of_thinking_may_stand_anywhere_among_drafts(config, manager, to
         assert answer == json.loads(ANSWER)
         taken += one.taken
     assert taken, "no draft was accepted"
+
+
+def tool_grammar(tokenizer, choice: str) -> StructuredOutputsParams:
+    """What the product's parser asks for where a request offers tools."""
+    request = ChatCompletionRequest(model="m", messages=[], tools=TOOLS, tool_choice=choice)
+    parser = ParserManager.get_parser(
+        tool_parser_name="glm47", reasoning_parser_name="glm47", enable_auto_tools=True, model_name=MODEL,
+        tokenizer=tokenizer,
+    )  # fmt: skip
+    return parser(tokenizer, request.tools, chat_template_kwargs={}).adjust_request(request).structured_outputs
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("end", [THINK_END, ""])  # a tool call ends thinking, too
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_tool_call_may_begin_anywhere_among_drafts(config, manager, tokenizer, ahead, end, choice):
+    taken = 0
+    for thinking in range(1, 2 + DRAFTS):
+        thought = (ids(tokenizer, " the sun shines") * 9)[:thinking]
+        text = [*thought, *ids(tokenizer, end + PARIS), tokenizer.eos_token_id]
+        for drafted in (text, [*thought, *ids(tokenizer, end + TOOL_CALL + "get_nothing")], thought + thought[:1] * 30):
+            grammar = tool_grammar(tokenizer, choice)
+            one = say(config, manager, tokenizer, ahead, Wish(text, drafted), grammar)
+            assert one.go() == "stop" and one.said[: len(text)] == text, (thinking, tokenizer.decode(one.said))
+            taken += one.taken
+    assert taken, "no draft was accepted"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_tool_call_that_the_model_wants_while_it_thinks(config, manager, tokenizer, ahead):
+    """It would end thinking and be the answer's first token. 0.33.0 does not let it through; 0.32.0 ends with an error."""
+    tool = tokenizer.convert_tokens_to_ids(TOOL_CALL)
+    ends = set()
+    for thinking in range(1, 2 + DRAFTS):
+        text = [*ids(tokenizer, " the sun shines" * 9)[:thinking], tool, *ids(tokenizer, ANSWER)]
+        one = say(config, manager, tokenizer, ahead, Wish(text, text))
+        ends.add(one.go())
+        assert hasattr(manager, "_masked_reasoning_ends") is (tool not in one.said)
+    assert ("error" in ends) is not hasattr(manager, "_masked_reasoning_ends"), ends
+
+
+def test_a_grammar_that_starts_a_token_late_is_seen(config, manager, tokenizer, monkeypatch):
+    """What a wrong offset among the drafts would do: a first token behind thinking that no mask has seen."""
+    bounds = manager._get_constraint_bounds
+
+    def late(*args, **kwargs):
+        seen = bounds(*args, **kwargs)
+        return seen._replace(constraint_start=seen.constraint_start + 1) if seen.constraint_start else seen
+
+    monkeypatch.setattr(manager, "_get_constraint_bounds", late)
+    end, *thought = tokenizer.convert_tokens_to_ids([THINK_END]) + ids(tokenizer, " the sun shines")
+    text = [*thought, end, *ids(tokenizer, "It is sunny.")]
+    assert say(config, manager, tokenizer, False, Wish(text, text)).go() == "error"
