@@ -12,6 +12,9 @@ from unittest import mock
 
 import numpy as np
 from schedulers import VOCAB, Run
+from vllm import SamplingParams
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.request import Request
 from vllm.v1.worker import mamba_utils
 
 STATE_GROUP = 1  # in schedulers.cache_groups
@@ -188,3 +191,19 @@ class Worked(Run):
     def tokens(self, output, reading: set[str]) -> list[list[int]]:
         self.meanwhile()
         return list(self.sampled.pop(id(output)).values())
+
+    def unfilled(self) -> list[int]:
+        """Blocks of states that the prefix cache would give out, but that do not hold the state that they stand for."""
+        return [
+            block.block_id
+            for block in self.scheduler.kv_cache_manager.block_pool.blocks
+            if block.block_hash is not None and get_group_id(block.block_hash) == STATE_GROUP
+            and self.hash_of(self.worker.blocks.get(block.block_id)) != get_block_hash(block.block_hash)
+        ]  # fmt: skip
+
+    def hash_of(self, held: Held | None):
+        if held is None or not held.state:
+            return None
+        tokens = list(held.state)
+        made = Request("hashed", tokens, SamplingParams(), None, block_hasher=self.hasher).block_hashes
+        return made[-1] if made else None

@@ -217,7 +217,7 @@ def test_a_tool_call_may_begin_anywhere_among_drafts(config, manager, tokenizer,
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_tool_call_that_the_model_wants_while_it_thinks(config, manager, tokenizer, ahead):
-    """It would end thinking and be the answer's first token. 0.33.0 does not let it through; 0.32.0 ends with an error."""
+    """It would end thinking and be the answer's first token. 0.33.0 keeps it back, 0.32.0 ends with an error."""
     tool = tokenizer.convert_tokens_to_ids(TOOL_CALL)
     ends = set()
     for thinking in range(1, 2 + DRAFTS):

@@ -40,7 +40,7 @@ def some_case(seed: int, **more) -> Case:
     drafts, block, seats = chance.choice([0, 1, 3, 7]), chance.choice([16, 32, 64]), chance.choice([2, 4, 6])
     least = -(-LONGEST // block) + 2 * (3 + drafts) + 1
     budget = chance.choice([chunk_ends.needed_budget(seats, 4, 1 + drafts), 100, 200])
-    blocks, ahead = chance.choice([least, least + 5, 400]), chance.random() < 0.5
+    blocks, ahead = chance.choice([least, least + 2, 400]), chance.random() < 0.5
     return Case(budget=budget, block=block, drafts=drafts, ahead=ahead, seats=seats, blocks=blocks, **more)
 
 
@@ -80,12 +80,13 @@ def talk(run: Worked, seed: int) -> Worked:
 @pytest.mark.parametrize("priorities", [False, True])
 def test_each_request_reads_the_state_of_its_own_tokens(config, priorities):
     hits = copies = preempted = 0
-    for seed in range(60):
+    for seed in range(40):
         case = some_case(seed, priorities=priorities)
-        worker = talk(start(chunk_ends.scheduler, config, case, seed, Worked), seed).worker
-        assert worker.faults == [], (seed, case)
+        run = talk(start(chunk_ends.scheduler, config, case, seed, Worked), seed)
+        worker = run.worker
+        assert worker.faults == [] and run.unfilled() == [], (seed, case)
         hits, copies, preempted = hits + worker.hits, copies + worker.copies, preempted + worker.preempted
-    assert hits > 400 and copies > 2000 and preempted > 5, "too little of what this is about happened"
+    assert hits > 300 and copies > 1500 and preempted > 3, "too little of what this is about happened"
 
 
 def late(copy, *arguments):
@@ -114,7 +115,7 @@ def test_damaged_copies_are_seen(config, monkeypatch, damage):
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 def test_a_chunk_may_end_on_the_edge_of_a_block(config, ahead, drafts, beyond):
     case = Case(budget=200, block=BLOCK, drafts=drafts, ahead=ahead)
-    for seed in range(4):
+    for seed in range(2):
         run = start(chunk_ends.scheduler, config, case, seed, Worked)
         run.add("first", list(range(2 * BLOCK + beyond)), 4 * BLOCK)
         chunks = run.finish()
@@ -122,7 +123,7 @@ def test_a_chunk_may_end_on_the_edge_of_a_block(config, ahead, drafts, beyond):
         for blocks in range(1, 6):  # from the state of each block that was filled, by a chunk or by drafts
             run.add(f"next-{blocks}", run.worker.said["first"][: blocks * BLOCK + 1], 2 * BLOCK)
         run.finish()
-        assert run.worker.faults == [] and run.worker.hits >= 4
+        assert run.worker.faults == [] and run.unfilled() == [] and run.worker.hits >= 4
 
 
 # Entered into the prefix cache before it was filled
@@ -158,21 +159,30 @@ def test_a_retry_reads_nothing_if_the_step_before_it_never_ran(config, monkeypat
     assert run.worker.faults == [f"again at {3 * BLOCK}: state of nothing", f"again at {3 * BLOCK}: window of nothing"]
 
 
-def faults_of_a_step_that_is_taken_back(config) -> list[str]:
-    """Priorities: what fills a block is scheduled, then a more urgent request takes its place in the same step.
+def left_by_a_step_that_is_taken_back(config, ahead: bool) -> list[int]:
+    """Priorities: what fills a block is scheduled, then a more urgent request takes its place in the same step."""
+    case = Case(budget=72, block=BLOCK, ahead=ahead, priorities=True, blocks=12)
+    run, left = start(chunk_ends.scheduler, config, case, 0, Worked), []
+    run.add("later", list(range(6 * BLOCK)), 4, priority=1)
 
-    It shows only if the block outlives that, and other requests hold the rest of the beginning: a seed that does it.
-    """
-    case = Case(budget=100, block=32, drafts=7, ahead=True, seats=4, blocks=58, priorities=True)
-    return talk(start(chunk_ends.scheduler, config, case, 537, Worked), 537).worker.faults
+    def between(step: int) -> None:
+        left.extend(run.unfilled())
+        if step == 1:
+            run.add("urgent", list(range(52, 0, -1)), 2 * BLOCK)
+
+    run.finish(between)
+    assert run.worker.preempted
+    return left
 
 
-def test_a_step_that_is_taken_back_leaves_no_block_behind(config):
-    assert faults_of_a_step_that_is_taken_back(config) == []
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_is_taken_back_leaves_no_block_behind(config, ahead):
+    assert left_by_a_step_that_is_taken_back(config, ahead) == []
 
 
-def test_without_the_guard_it_leaves_one_that_nobody_filled(config, unguarded):
-    assert "request-29 at 384: state of 71" in faults_of_a_step_that_is_taken_back(config)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_without_the_guard_it_leaves_one_that_nobody_filled(config, ahead, unguarded):
+    assert left_by_a_step_that_is_taken_back(config, ahead)
 
 
 # A prompt of one token
