@@ -122,7 +122,7 @@ def parse_guards(text: str) -> tuple[str, ...]:
 
 
 # The plugin's, as overlay/vllm_exl3/guards has them.
-GUARDS = ("chunk-ends", "block-sizes", "topk-ids", "decode-rows")
+GUARDS = ("chunk-ends", "block-sizes", "topk-ids", "decode-rows", "state-blocks")
 
 CHOICE = Kind("choice", "one of the choices", matching(r"\S+"))
 SECRET = Kind("secret", "printable characters without spaces", matching(r"[!-~]+"), "")

@@ -35,7 +35,8 @@ ENTRY_POINT = ("vllm.general_plugins", "exl3", "vllm_exl3:register")
 # Modules whose TABLE names what they replace in vLLM on a GPU.
 OVERRIDING = (
     "vllm_exl3.glm5_next", "vllm_exl3.nope_mla.seams", "vllm_exl3.pdl", "vllm_exl3.guards.block_sizes",
-    "vllm_exl3.guards.chunk_targets", "vllm_exl3.guards.decode_rows", "vllm_exl3.guards.topk_ids",
+    "vllm_exl3.guards.chunk_targets", "vllm_exl3.guards.decode_rows", "vllm_exl3.guards.state_targets",
+    "vllm_exl3.guards.topk_ids",
 )  # fmt: skip
 # Written where an image is built (image/install.py); elsewhere there is none.
 IMAGE_RECORD = Path("/usr/local/share/exl3/image.json")

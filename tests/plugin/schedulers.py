@@ -32,6 +32,7 @@ class Case:
     blocks: int = 200
     attention_block: int | None = None
     image_cache: int = 0
+    priorities: bool = False  # --scheduling-policy priority; else first come, first served
 
 
 def engine_config():
@@ -59,6 +60,7 @@ def with_case(config, case: Case):
     config.scheduler_config = with_values(
         config.scheduler_config, max_num_seqs=case.seats, max_num_batched_tokens=case.budget,
         max_num_scheduled_tokens=case.budget, enable_chunked_prefill=True, async_scheduling=case.ahead,
+        policy="priority" if case.priorities else "fcfs",
     )  # fmt: skip
     config.cache_config = with_values(
         config.cache_config, block_size=min(case.block, case.attention_block or case.block),
@@ -101,13 +103,16 @@ class Run:
     hits: int = 0  # requests that began with what the prefix cache had
     preempted: int = 0  # requests that were resumed after having lost their blocks
 
-    def add(self, name: str, tokens: list[int], answer: int, images: list[tuple[int, int]] = ()) -> None:
+    def add(
+        self, name: str, tokens: list[int], answer: int, images: list[tuple[int, int]] = (), priority: int = 0
+    ) -> None:
         features = [
             MultiModalFeatureSpec(None, "image", f"{name}-{offset}", PlaceholderRange(offset=offset, length=length))
             for offset, length in images
         ]
         self.scheduler.add_request(Request(
             request_id=name, prompt_token_ids=tokens, pooling_params=None, mm_features=features,
+            priority=priority,
             sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True), block_hasher=self.hasher,
         ))  # fmt: skip
 
@@ -125,17 +130,21 @@ class Run:
         return output
 
     def answer(self, output, reading: set[str]) -> None:
-        """Each request but those that are still `reading` gets a token, and as many drafts as chance accepts."""
         names = list(output.num_scheduled_tokens)
-        drafts = [len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names]
-        counts = [0 if name in reading else 1 + self.random.randint(0, most)
-                  for name, most in zip(names, drafts, strict=True)]  # fmt: skip
-        sampled = [[self.random.randrange(VOCAB) for _ in range(count)] for count in counts]
+        sampled = self.tokens(output, reading)
         indices = {name: index for index, name in enumerate(names)}
         self.scheduler.update_from_output(output, ModelRunnerOutput(names, indices, sampled))
         if self.case.drafts and not self.case.ahead:
             drafted = [[1] * self.case.drafts for _ in names]
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafted))
+
+    def tokens(self, output, reading: set[str]) -> list[list[int]]:
+        """Each request but those that are still `reading` gets a token, and as many drafts as chance accepts."""
+        names = list(output.num_scheduled_tokens)
+        drafts = [len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names]
+        counts = [0 if name in reading else 1 + self.random.randint(0, most)
+                  for name, most in zip(names, drafts, strict=True)]  # fmt: skip
+        return [[self.random.randrange(VOCAB) for _ in range(count)] for count in counts]
 
     def finish(self, between=lambda step: None) -> list[Chunk]:
         """Run until nothing is left; `between(step)` may add requests or end them. Returns what was scheduled."""
@@ -152,7 +161,7 @@ class Run:
         raise AssertionError(f"not over after {STEPS} steps: {[r.request_id for r in self.scheduler.running]} run")
 
 
-def start(make, config, case: Case, seed: int = 0) -> Run:
+def start(make, config, case: Case, seed: int = 0, run: type[Run] = Run) -> Run:
     """`make` is a scheduler class or what stands for one."""
     config, groups = with_case(config, case), cache_groups(case)
     block, hash_block = resolve_kv_cache_block_sizes(groups, config)
@@ -165,4 +174,4 @@ def start(make, config, case: Case, seed: int = 0) -> Run:
         scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=case.image_cache)
     init_none_hash(hash)
     hasher = get_request_block_hasher(hash_block, lambda value: repr(hash(value)).encode()) if case.align else None
-    return Run(scheduler, case, random.Random(seed), hasher)
+    return run(scheduler, case, random.Random(seed), hasher)

@@ -137,10 +137,13 @@ def test_decoding_is_left_alone(config):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_switch_brings_vllm_s_own_back(config, ahead, monkeypatch):
-    case, guarded = Case(ahead=ahead), chunk_ends.AsyncPoolScheduler if ahead else chunk_ends.PoolScheduler
-    assert type(start(chunk_ends.scheduler, config, case).scheduler) is guarded
-    monkeypatch.setattr(chunk_ends, "switches", lambda: switches.parse({"EXL3_GUARDS_OFF": "topk-ids, chunk-ends"}))
-    assert type(start(chunk_ends.scheduler, config, case).scheduler) is own(case)
+    case, added = Case(ahead=ahead), [chunk_ends.WholePools, chunk_ends.ComputedStates]
+    for off in ("", "topk-ids, chunk-ends", "state-blocks", "chunk-ends,state-blocks"):
+        monkeypatch.setattr(chunk_ends, "switches", lambda off=off: switches.parse({"EXL3_GUARDS_OFF": off}))
+        made = type(start(chunk_ends.scheduler, config, case).scheduler)
+        wanted = [each for each, name in zip(added, ("chunk-ends", "state-blocks"), strict=True) if name not in off]
+        assert [each for each in added if issubclass(made, each)] == wanted and issubclass(made, own(case))
+    assert made is own(case)
 
 
 def test_a_budget_that_starves_prompts_is_refused(config):

@@ -9,8 +9,9 @@ CHUNK_ENDS = "chunk-ends"  # not an override: chunk_ends.scheduler is vLLM's --s
 BLOCK_SIZES = "block-sizes"
 TOPK_IDS = "topk-ids"
 DECODE_ROWS = "decode-rows"
+STATE_BLOCKS = "state-blocks"  # as CHUNK_ENDS
 
-NAMES = (CHUNK_ENDS, BLOCK_SIZES, TOPK_IDS, DECODE_ROWS)
+NAMES = (CHUNK_ENDS, BLOCK_SIZES, TOPK_IDS, DECODE_ROWS, STATE_BLOCKS)
 
 
 def install(off: tuple[str, ...] = ()) -> None:

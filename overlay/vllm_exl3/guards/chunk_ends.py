@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_exl3 import guards, overrides
 from vllm_exl3.guards import chunk_targets
+from vllm_exl3.guards.state_blocks import ComputedStates
 from vllm_exl3.switches import switches
 
 
@@ -36,7 +37,7 @@ def needed_budget(seats: int, pool: int, short: int, draft_slots: int = 0) -> in
 
 
 class WholePools:
-    """What both schedulers below add to vLLM's."""
+    """What the scheduler below adds to vLLM's."""
 
     def __init__(self, vllm_config, *args, **kwargs) -> None:
         overrides.require(chunk_targets.TABLE)
@@ -79,22 +80,16 @@ class WholePools:
         return chunk_tokens(num_computed_tokens, count, last, self.pool, self.short, at_image)
 
 
-class PoolScheduler(WholePools, Scheduler):
-    pass
-
-
-class AsyncPoolScheduler(WholePools, AsyncScheduler):
-    pass
-
-
 def scheduler(vllm_config, *args, **kwargs) -> Scheduler:
-    """The scheduler for --scheduler-cls; vLLM's own where EXL3_GUARDS_OFF says so.
+    """The scheduler for --scheduler-cls: vLLM's own with this guard and state_blocks; EXL3_GUARDS_OFF leaves them out.
 
     A function, since vLLM settles whether it schedules ahead only after the flag was given. Raises RuntimeError where
-    vLLM's scheduler is not one that this was written for, ValueError where the settings could make a prompt wait for
+    vLLM's scheduler is not one that a guard was written for, ValueError where the settings could make a prompt wait for
     ever.
     """
-    guarded = guards.CHUNK_ENDS not in switches().guards_off
-    if vllm_config.scheduler_config.async_scheduling:
-        return (AsyncPoolScheduler if guarded else AsyncScheduler)(vllm_config, *args, **kwargs)
-    return (PoolScheduler if guarded else Scheduler)(vllm_config, *args, **kwargs)
+    off = switches().guards_off
+    own = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    table = {guards.CHUNK_ENDS: WholePools, guards.STATE_BLOCKS: ComputedStates}
+    added = tuple(added for name, added in table.items() if name not in off)
+    made = type(f"Guarded{own.__name__}", (*added, own), {}) if added else own
+    return made(vllm_config, *args, **kwargs)
