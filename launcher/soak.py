@@ -297,7 +297,7 @@ def settings_allowed(report: Mapping, options: Options, code: int) -> list[str]:
     passed = {line.split()[1].rstrip(":") for line in report["verdicts"] if line.startswith("PASS")}
     allowed = []
     for word, setting in FAST_CHOICES.items():
-        having = [name for name in report["arms"] if word in name.split("-")]
+        having = [name for name in report["arms"] if word in name.split("@")[0].split("-")]
         if any(name.startswith("cache-") for name in having) and passed.issuperset(having):
             allowed.append(setting)
     return allowed

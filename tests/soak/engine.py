@@ -115,11 +115,13 @@ def answer(order: dict) -> None:
         soak = Soak(llm, words, candidate, say)
         answers = soak.run()
         states, wrong = save_states(llm, one, order, candidate, answers, say) if with_states else (None, {})
-        return exchange.ask(work, name, one.kv, order["plain"], answers, states) | wrong, soak
+        said = exchange.ask(work, name, one.kv, order["plain"], answers, states, order["judge"])
+        return said | wrong, soak
 
     said, soak = verdict(plan, with_states=order["probes"] > 0)
     report = said | {"counts": asdict(soak.counts), "plan": f"{name}.plan.json", **metrics(llm)}
-    say(f"{said['turns']} turns, largest margin {said['largest']}, {len(said['findings'])} findings")
+    say(f"{said['turns']} turns, largest margin {said['largest']}, {said['excused']} tokens excused by rounding, "
+        f"{len(said['findings'])} findings")  # fmt: skip
     if said["findings"] and order["reruns"]:
         llm.reset_prefix_cache()
         smaller, used = sessions.shrink(plan, lambda candidate: bool(_again(llm, verdict, candidate)), order["reruns"])
@@ -155,9 +157,8 @@ def read(order: dict) -> None:
     platform = arms.Platform(**order["platform"])
     reader = judge.Reader(start_judge(Path(order["models"]) / "local", platform, order["kv"], order["longest"]))
     bench = state_judge.Bench(order["kv"], lambda tokens: probes.read_alone(reader.llm, tokens))
-    exchange.serve(
-        Path(order["work"]), order["kv"], lambda answers: judge.score(reader, answers), order.get("floor"), bench
-    )
+    score = lambda answers: judge.score(reader, answers, reader.again)
+    exchange.serve(Path(order["work"]), order["kv"], score, order.get("floor"), bench, order["number"])
 
 
 if __name__ == "__main__":

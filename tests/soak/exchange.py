@@ -22,16 +22,17 @@ def write(path: Path, data: object) -> None:
     os.replace(temporary, path)
 
 
-def ask(work: Path, name: str, kv: str, is_plain: bool, answers: list[Answer], states: str | None = None) -> dict:
-    """The verdict on what an arm answered, and under "states" on the probes in the file of that name.
+def ask(work: Path, name: str, kv: str, is_plain: bool, answers: list[Answer], states: str | None = None,
+        number: int = 0) -> dict:  # fmt: skip
+    """The verdict of judge `number` on what an arm answered, and under "states" on the probes in the file so named.
 
     Raises RuntimeError with the judge's words where it can give none.
     """
-    number = len(list(work.glob(f"{name}.*.answers.json")))
+    asked = len(list(work.glob(f"{name}.*.answers.json")))
     question = {"name": name, "kv": kv, "plain": is_plain, "answers": [asdict(answer) for answer in answers],
-                "states": states}  # fmt: skip
-    write(work / f"{name}.{number}.answers.json", question)
-    reply = work / f"{name}.{number}.verdict.json"
+                "states": states, "judge": number}  # fmt: skip
+    write(work / f"{name}.{asked}.answers.json", question)
+    reply = work / f"{name}.{asked}.verdict.json"
     while not reply.is_file():
         if (work / DONE).exists():
             raise RuntimeError(f"{name}: the soak ended before the judge answered.")
@@ -43,8 +44,10 @@ def ask(work: Path, name: str, kv: str, is_plain: bool, answers: list[Answer], s
 
 
 def serve(work: Path, kv: str, score: Callable[[list[Answer]], list[Scored]], floor: float | None = None,
-          bench=None) -> None:  # fmt: skip
-    """Answer what arms with this KV cache ask until the runner is done; the plain arm's answers give the floor.
+          bench=None, number: int = 0) -> None:  # fmt: skip
+    """Answer what arms with this KV cache ask judge `number` until the runner is done.
+
+    Every judge reads the plain arm's answers, which give the floor; they may well come last.
 
     `bench`: a `state_judge.Bench`, where arms send probes of their states too.
     """
@@ -55,7 +58,8 @@ def serve(work: Path, kv: str, score: Callable[[list[Answer]], list[Scored]], fl
         for path in sorted(set(work.glob("*.answers.json")) - seen):
             seen.add(path)
             question = json.loads(path.read_text())
-            if question["kv"] != kv:
+            mine = question["judge"] == number
+            if question["kv"] != kv or not (mine or question["plain"]):
                 continue
             scored = score([Answer(**answer) for answer in question["answers"]])
             measured = bench.measure(work / question["states"]) if bench and question["states"] else None
@@ -66,7 +70,8 @@ def serve(work: Path, kv: str, score: Callable[[list[Answer]], list[Scored]], fl
                     floor = judge.floor(scored)
                 except ValueError as error:
                     wrong = str(error)
-            held.append((path, scored, measured))
+            if mine:
+                held.append((path, scored, measured))
         if floor is not None or wrong:
             for path, scored, measured in held:
                 said = {"error": wrong} if wrong else judge.verdict(scored, judge.TIMES_THE_FLOOR * floor)

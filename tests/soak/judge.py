@@ -1,16 +1,24 @@
-"""How improbable was what an engine said? Every answer, scored by a second engine that reads it whole and alone."""
+"""How improbable was what an engine said? Every answer, scored by a second engine that reads it whole and alone.
+
+Where it looks improbable, the judge reads again with noise as of rounding (rounding.py), and its kindest reading counts.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 TIMES_THE_FLOOR = 3
 # A floor of a few turns may be zero, where nothing came near a tie. Logits of 8 to 16 are 1/16 apart in bf16.
 LEAST_FLOOR = 1 / 16
 # The plain arm must not lift the bar by being broken itself.
 HIGHEST_FLOOR = 0.5
+# Below every bar: such a margin needs no second reading, and a reading that comes down to it ends the question.
+UNSUSPICIOUS = TIMES_THE_FLOOR * LEAST_FLOOR
+NOISY_READINGS = 24
+# Ties are rare. An answer with more bad tokens than this is wrong, and reading it again would only cost time.
+MOST_SUSPECTS, MOST_SUSPECTS_SHARE = 6, 0.05
 NAN = float("nan")
 
 
@@ -56,7 +64,14 @@ class Scored:
     """An answer and, for each of its tokens, how far it is below the best one. NaN where the judge had a NaN."""
 
     answer: Answer
-    margins: list[float]
+    margins: list[float]  # of the kindest reading
+    excused: int = 0  # tokens that the first reading alone would have found
+
+    @property
+    def suspects(self) -> list[int]:
+        """Positions to read again; none where there are too many to be ties."""
+        found = [i for i, margin in enumerate(self.margins) if margin > UNSUSPICIOUS]
+        return found if len(found) <= max(MOST_SUSPECTS, MOST_SUSPECTS_SHARE * len(self.margins)) else []
 
 
 def margins(rows: Iterable[dict], tokens: list[int]) -> list[float]:
@@ -85,15 +100,38 @@ def longest_only(answers: list[Answer]) -> list[tuple[list[int], list[Answer]]]:
     return groups
 
 
-def score(read, answers: list[Answer]) -> list[Scored]:
-    """`read(tokens)` gives for each position {token: log-probability} as the judging engine has it, None at 0."""
+def score(read, answers: list[Answer], read_again=None) -> list[Scored]:
+    """`read(tokens)` gives for each position {token: log-probability} as the judging engine has it, None at 0.
+
+    `read_again(tokens, number)` is the same with noise, another one for each number; without it nothing is read again.
+    """
     scored = []
     for whole, inside in longest_only([answer for answer in answers if answer.tokens]):
-        rows = read(whole)
-        for answer in inside:
-            first = len(answer.prompt)
-            scored.append(Scored(answer, margins(rows[first : first + len(answer.tokens)], answer.tokens)))
+        found = _scored(read(whole), inside)
+        if read_again is not None:
+            found = _kindest(found, lambda number, whole=whole: read_again(whole, number))
+        scored += found
     return scored
+
+
+def _scored(rows: list[dict | None], answers: list[Answer]) -> list[Scored]:
+    cut = lambda answer: rows[len(answer.prompt) : len(answer.whole)]
+    return [Scored(answer, margins(cut(answer), answer.tokens)) for answer in answers]
+
+
+def _kindest(first: list[Scored], again) -> list[Scored]:
+    """Suspects with their smallest margin of several readings; no NaN is ever read away."""
+    kindest = first
+    for number in range(NOISY_READINGS):
+        suspects = [one.suspects for one in kindest]
+        if not any(suspects):
+            break
+        noisy = _scored(again(number), [one.answer for one in kindest])
+        kindest = [replace(one, margins=[min(old, new) if i in at and new == new else old
+                                         for i, (old, new) in enumerate(zip(one.margins, other.margins, strict=True))])
+                   for one, other, at in zip(kindest, noisy, suspects, strict=True)]  # fmt: skip
+    excused = lambda one, old: len(old.suspects) - len(one.suspects)
+    return [replace(one, excused=excused(one, old)) for one, old in zip(kindest, first, strict=True)]
 
 
 def floor(scored: list[Scored], least: float = LEAST_FLOOR) -> float:
@@ -138,6 +176,7 @@ def verdict(scored: list[Scored], bar: float) -> dict:
         "bar": bar,
         "largest": max(values, default=None),
         "above_zero": sum(value > 0 for value in values),
+        "excused": sum(one.excused for one in scored),
         "hits": sum(bool(one.answer.cached) for one in scored),
         "findings": [asdict(one) | {"text": str(one)} for one in found],
     }
@@ -147,10 +186,12 @@ def verdict(scored: list[Scored], bar: float) -> dict:
 
 
 class Reader:
-    """A vLLM engine as `read` of `score`: one request at a time, in one chunk."""
+    """A vLLM engine as `read` and `read_again` of `score`: one request at a time, in one chunk."""
 
     def __init__(self, llm) -> None:
-        self.llm = llm
+        import rounding
+
+        self.llm, self.noise = llm, rounding.Noise(llm)
         config = llm.llm_engine.vllm_config
         assert not config.cache_config.enable_prefix_caching and config.speculative_config is None
         assert config.scheduler_config.max_num_batched_tokens >= config.model_config.max_model_len
@@ -162,3 +203,14 @@ class Reader:
         asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, detokenize=False)
         (output,) = self.llm.generate([{"prompt_token_ids": tokens}], asked, use_tqdm=False)
         return [row and {t: value.logprob for t, value in row.items()} for row in output.prompt_logprobs]
+
+    def again(self, tokens: list[int], number: int) -> list[dict | None]:
+        self.noise.set(number)
+        try:
+            rows = self(tokens)
+        finally:
+            used = self.noise.used
+            self.noise.set(None)
+        if not used:
+            raise RuntimeError("the judge's engine ran past the noise: it does not run eagerly.")
+        return rows

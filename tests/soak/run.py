@@ -88,28 +88,30 @@ class Run:
         self.started = 0
         self.arms: set[subprocess.Popen] = set()  # those that run
 
-    def order(self, one: arms.Arm, bug: str | None = None, number: int = 0) -> dict:
-        """Arm `number` of a set; every other one has the other size of a step."""
+    def order(self, one: arms.Arm, bug: str | None = None, number: int = 0, copy: int = 0) -> dict:
+        """Arm `number` of a set, every other one with the other size of a step; `copy` has a plan of its own."""
         planted = bugs.BUGS[bug] if bug else None
+        name = (f"{bug}.{one.name}" if bug else one.name) + (f"@{self.args.seed + copy}" if copy else "")
         return {
-            "arm": one.name, "name": f"{bug}.{one.name}" if bug else one.name, "plain": one.is_plain and not bug,
+            "arm": one.name, "name": name, "plain": one.is_plain and not bug,
             "bug": bug, "options": planted.options if planted else {}, "work": str(self.work),
             "models": str(self.work / "models"), "plan": self.args.plan and str(self.args.plan),
-            "seed": self.args.seed, "sessions": self.args.sessions, "longest": self.args.longest,
+            "seed": self.args.seed + copy, "sessions": self.args.sessions, "longest": self.args.longest,
             "chunk": self.args.chunks[number % len(self.args.chunks)], "seats": self.args.seats,
             "pool_mib": self.args.pool_mib, "tp": self.args.tp, "probes": self.args.probes if self.args.tp == 1 else 0,
             # A planted bug is known: nothing is gained by shrinking what shows it.
             "reruns": 0 if bug else self.args.reruns, "platform": vars(self.platform),
         }  # fmt: skip
 
-    def judge(self, kv: str) -> None:
-        """Ends with the soak. A judge that ends earlier ends it: all arms would wait for a verdict."""
-        self._process("judge", f"judge-{kv}", {
-            "kv": kv, "work": str(self.work), "models": str(self.work / "models"), "longest": self.args.longest,
-            "platform": vars(self.platform),
+    def judge(self, kv: str, number: int) -> None:
+        """Ends with the soak. A judge that ends earlier ends it: all its arms would wait for a verdict."""
+        name = f"judge-{kv}-{number}"
+        self._process("judge", name, {
+            "kv": kv, "number": number, "work": str(self.work), "models": str(self.work / "models"),
+            "longest": self.args.longest, "platform": vars(self.platform),
         })  # fmt: skip
         if not (self.work / exchange.DONE).exists():
-            print(f"judge-{kv}: ended early, so that no arm can get a verdict; stopping them", flush=True)
+            print(f"{name}: ended early, so that no arm can get a verdict; stopping them", flush=True)
             (self.work / exchange.DONE).touch()
             for process in list(self.arms):
                 process.kill()
@@ -152,13 +154,18 @@ class Run:
         """Name -> report of every arm that gave one. Judges run beside them until the last arm is over."""
         kinds = list(dict.fromkeys(arms.named(order["arm"]).kv for order in orders))
         (self.work / exchange.DONE).unlink(missing_ok=True)
-        judges = ThreadPoolExecutor(len(kinds))
+        count = len(kinds) * self.args.judges
+        judges = ThreadPoolExecutor(count)
         for kv in kinds:
-            judges.submit(self.judge, kv)
-        with ThreadPoolExecutor(max(1, self.args.parallel - len(kinds))) as pool:
+            for number in range(self.args.judges):
+                judges.submit(self.judge, kv, number)
+        orders = [order | {"judge": number % self.args.judges} for number, order in enumerate(orders)]
+        with ThreadPoolExecutor(max(1, self.args.parallel - count)) as pool:
             list(pool.map(self.answer, orders))
         (self.work / exchange.DONE).touch()
         judges.shutdown()
+        for states in self.work.glob("*.states.pt"):
+            states.unlink()
         files = {order["name"]: self.work / f"{order['name']}.report.json" for order in orders}
         return {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
 
@@ -231,6 +238,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bugs", help=f"plant instead: all, or of {', '.join(bugs.BUGS)}")
     parser.add_argument("--plan", type=Path, help="a plan that an earlier soak wrote, in place of seed and sessions")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plans", type=int, default=1, help="of each arm, an engine for each, with seeds from --seed on")
+    parser.add_argument("--judges", type=int, default=1, help="for each kind of KV cache")
     parser.add_argument("--sessions", type=int, default=40, help="of each arm; about three turns each")
     parser.add_argument("--longest", type=int, default=9216, help="tokens of a context; the CPU has 2,048 at most")
     parser.add_argument("--chunks", type=int, nargs="+", default=[509, 151],
@@ -259,7 +268,8 @@ def wanted(args: argparse.Namespace, run: Run) -> tuple[list[dict], dict[str, st
     """(orders, what is left out and why). The plain arms come first: all verdicts wait for their floor."""
     if not args.bugs:
         chosen, lacks = arms.choose(args.arms, run.platform)
-        orders = [run.order(one, number=i) for i, one in enumerate(one for one in chosen if not one.is_plain)]
+        orders = [run.order(one, number=i, copy=copy) for i, one in enumerate(one for one in chosen if not one.is_plain)
+                  for copy in range(1 if args.plan else args.plans)]  # fmt: skip
     else:
         lacks, orders = {}, []
         for bug in bugs.chosen(args.bugs):

@@ -32,7 +32,7 @@ class Sizes:
 
     asked: tuple[int, int] = (7, 1500)
     answer: tuple[int, int] = (16, 300)
-    start: int = 200  # steps within which the sessions begin
+    start: int | None = None  # steps within which the sessions begin; None: by their number
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def make_plan(seed: int, sessions: int, edges: Edges, sizes: Sizes = Sizes(), tu
     choose = random.Random(seed)
     names = list(edge_lengths(edges))
     choose.shuffle(names)
-    sizes = replace(sizes, start=max(sizes.start, SPREAD * sessions // edges.seats))
+    if sizes.start is None:
+        sizes = replace(sizes, start=max(200, SPREAD * sessions // edges.seats))
     planned = [_session(choose, i, names[i % len(names)], edges, sizes, turns) for i in range(sessions)]
     choose.shuffle(planned)  # who comes first has nothing to do with the edge
     return Plan(seed, edges, tuple(planned))

@@ -145,15 +145,13 @@ class Bench:
         self.kv, self.read, self.limits = kv, read, None
 
     def measure(self, path: Path) -> list[Measured] | str:
-        """Or what went wrong, so that the judgement of tokens is not lost with it. The file goes."""
+        """Or what went wrong, so that the judgement of tokens is not lost with it."""
         try:
             probes = [Probe(**one) for one in torch.load(path, weights_only=True)]
             return measure(self.read, probes)
         except Exception as error:  # whatever it is, it is told
             traceback.print_exc()
             return f"the judge could not compare states: {error!r}"
-        finally:
-            path.unlink(missing_ok=True)
 
     def take_floor(self, measured: list[Measured] | str) -> None:
         self.limits = measured if isinstance(measured, str) else bars(largest(measured), self.kv)

@@ -34,7 +34,7 @@ BAR = 0.05
 # Of states, for the same reason.
 LENGTHS = (30, 61, 257)
 STATE_BAR = 2**-10
-SHORT = Sizes(asked=(7, 24), answer=(1, 6))
+SHORT = Sizes(asked=(7, 24), answer=(1, 6), start=200)
 
 
 class Both:
@@ -125,6 +125,18 @@ def test_one_made_up_token_is_found(both, long_soak):
     assert [(one.session, one.turn, one.position) for one in found] == [
         (answer.session, answer.turn, len(answer.tokens) - 1)
     ]
+
+
+def test_noise_moves_every_reading_a_little_and_excuses_no_made_up_token(both, long_soak):
+    answer = max(long_soak.answers, key=lambda one: len(one.tokens))
+    first, second = both.read.again(answer.whole, 2), both.read.again(answer.whole, 2)
+    assert first == second != both.read.again(answer.whole, 3) and both.read(answer.whole) == both.read(answer.whole)
+    taken = [[row[token] for row, token in zip(rows[1:], answer.whole[1:], strict=True)]
+             for rows in (both.read(answer.whole), first)]  # fmt: skip
+    moved = sorted(abs(one - other) for one, other in zip(*taken, strict=True))
+    assert 0 < moved[len(moved) // 2] < 0.2
+    wrong = replace(answer, tokens=[*answer.tokens[:-1], (answer.tokens[-1] + 1) % both.words.vocabulary])
+    assert judge.findings(judge.score(both.read, [wrong], both.read.again), BAR)
 
 
 def test_states_of_neighbours_are_found_and_shrunk_to_few_sessions(both):

@@ -52,6 +52,18 @@ def test_a_wrong_token_is_judged_by_the_plain_arms_floor(served):
     assert exchange.ask(served, "arm", "auto", False, GOOD)["findings"] == []  # a second question of the same arm
 
 
+def test_each_judge_reads_the_floor_and_answers_its_own_arms(served):
+    second = threading.Thread(target=exchange.serve, args=(served, "auto", score), kwargs={"number": 1})
+    second.start()
+    thread, got = in_background(served, "arm", "auto", False, BAD, None, 1)
+    exchange.ask(served, "plain", "auto", True, GOOD, None, 0)
+    thread.join(5)
+    assert got[0]["bar"] == pytest.approx(3 * 0.1) and len(got[0]["findings"]) == 1
+    (served / exchange.DONE).touch()
+    second.join(5)
+    assert len(list(served.glob("*.verdict.json"))) == 2
+
+
 def test_a_broken_plain_arm_is_told_to_all(served):
     first = in_background(served, "arm", "auto", False, GOOD)
     second = in_background(served, "plain", "auto", True, BAD)

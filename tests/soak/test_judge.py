@@ -4,7 +4,7 @@ import math
 
 import judge
 import pytest
-from judge import Answer, Finding, findings, floor, longest_only, margins, score, verdict
+from judge import NAN, Answer, Finding, findings, floor, longest_only, margins, score, verdict
 
 FIRST = Answer("s1", 0, [1, 2, 3], [4, 5], cached=0)
 SECOND = Answer("s1", 1, [1, 2, 3, 4, 5, 6], [7, 8, 9], cached=4, edge="block x 1 +0")
@@ -50,6 +50,55 @@ def test_a_wrong_token_is_found_where_it_stands(position, token, where):
     assert [(one.session, one.turn, one.position) for one in found] == [where]
     assert found[0].margin == pytest.approx(0.5)
     assert findings(score(reader({(position, token): 0.5}), [FIRST, SECOND]), bar=0.6) == []
+
+
+# Readings with noise
+
+
+def noisy(*bads):
+    """Reading `number` has the wrong tokens of bads[number], or those of the last one."""
+    asked = []
+
+    def rows(tokens, number):
+        asked.append(number)
+        return reader(bads[min(number, len(bads) - 1)])(tokens)
+
+    rows.asked = asked
+    return rows
+
+
+def test_what_rounding_may_have_decided_is_no_finding():
+    again = noisy({(3, 4): 3.0}, {})
+    scored = score(reader({(3, 4): 7.0}), [FIRST, SECOND], again)
+    assert findings(scored, bar=0.2) == [] and again.asked == [0, 1]
+    assert verdict(scored, bar=0.2)["excused"] == 1
+
+
+def test_what_no_noise_explains_is_found_with_its_smallest_margin():
+    again = noisy({(3, 4): 5.0}, {(3, 4): 6.0})
+    scored = score(reader({(3, 4): 7.0}), [FIRST, SECOND], again)
+    assert [one.margin for one in findings(scored, bar=0.2)] == [5.0]
+    assert len(again.asked) == judge.NOISY_READINGS and verdict(scored, bar=0.2)["excused"] == 0
+
+
+def test_noise_adds_no_finding_of_its_own():
+    scored = score(reader({(3, 4): 7.0}), [FIRST], noisy({(4, 5): 9.0}))
+    assert findings(scored, bar=0.2) == [] and scored[0].margins == [0.0, 0.0]
+
+
+def test_many_bad_tokens_are_no_ties():
+    long = Answer("s3", 0, [1], list(range(10, 30)))
+    bad = {(i, token): 4.0 for i, token in enumerate(long.tokens, start=1)}
+    again = noisy({})
+    assert findings(score(reader(bad), [long], again), bar=0.2) and again.asked == []
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["in the first reading", "in the noisy one"])
+def test_a_nan_is_never_read_away(first):
+    bad = {(3, 4): NAN} if first else {(3, 4): 7.0}
+    again = noisy({(4, 5): 1.0} if first else {(3, 4): NAN})
+    scored = score(reader(bad | {(4, 5): 7.0}), [FIRST], again)
+    assert findings(scored, bar=0.2)[0].position == 0
 
 
 def test_a_token_that_the_judge_was_given_shifted_would_be_seen():

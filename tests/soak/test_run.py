@@ -104,6 +104,14 @@ def test_the_plain_arms_come_first_and_once(tmp_path):
     assert json.loads(json.dumps(made)) == made
 
 
+def test_each_plan_of_an_arm_is_an_engine_with_a_seed_of_its_own(tmp_path):
+    made, _ = orders(tmp_path, H200, "--arms", f"{ARM},cache-nodrafts-sync-graphs-triton-auto", "--plans", "2", "--seed", "5")
+    named_ = [(one["name"], one["seed"]) for one in made if not one["plain"]]
+    other = "cache-nodrafts-sync-graphs-triton-auto"
+    assert named_ == [(ARM, 5), (f"{ARM}@6", 6), (other, 5), (f"{other}@6", 6)]
+    assert [one["seed"] for one in made if one["plain"]] == [5]
+
+
 def test_every_planted_bug_has_its_arm_and_floor(tmp_path):
     made, lacks = orders(tmp_path, H200, "--bugs", "all")
     assert {one["bug"] for one in made} == {None, *BUGS} and lacks == {}
@@ -153,7 +161,7 @@ def test_a_judge_that_ends_early_ends_the_soak(tmp_path, capsys, monkeypatch):
     assert one.all([{"arm": plain("auto").name, "name": name, "bug": None} for name in ("arm", "arm2", "arm3")]) == {}
     assert time.monotonic() - begin < 30
     said = capsys.readouterr().out
-    assert "judge-auto: ended with 5" in said and "judge-auto: ended early" in said
+    assert "judge-auto-0: ended with 5" in said and "judge-auto-0: ended early" in said
 
 
 def test_models_for_long_contexts_are_links_but_for_one_number(tmp_path):
