@@ -32,6 +32,7 @@ from prove import Proof
 
 FINDINGS, USAGE, NO_ANSWER = 1, 2, 3
 CPU_LONGEST = 2048 - ROOM
+PLAIN_SESSIONS = 40  # enough for a floor: every judge reads them
 
 
 def gpu_platform() -> arms.Platform:
@@ -281,6 +282,8 @@ def wanted(args: argparse.Namespace, run: Run) -> tuple[list[dict], dict[str, st
             lacks |= {f"{bug} in {name}": why for name, why in missing.items()}
         chosen = [bugs.BUGS[order["bug"]].arm for order in orders]
     plains = [run.order(arms.plain(kv)) for kv in dict.fromkeys(one.kv for one in chosen)]
+    if orders:  # where the plain arm is all that runs, it runs whole
+        plains = [order | {"sessions": min(PLAIN_SESSIONS, order["sessions"])} for order in plains]
     return plains + orders, lacks
 
 

@@ -104,6 +104,13 @@ def test_the_plain_arms_come_first_and_once(tmp_path):
     assert json.loads(json.dumps(made)) == made
 
 
+def test_a_plain_arm_beside_others_is_no_longer_than_a_floor_needs(tmp_path):
+    made, _ = orders(tmp_path, H200, "--arms", ARM, "--sessions", "200")
+    assert [one["sessions"] for one in made] == [run.PLAIN_SESSIONS, 200]
+    alone, _ = orders(tmp_path, CPU, "--sessions", "200")
+    assert [one["sessions"] for one in alone] == [200]
+
+
 def test_each_plan_of_an_arm_is_an_engine_with_a_seed_of_its_own(tmp_path):
     made, _ = orders(tmp_path, H200, "--arms", f"{ARM},cache-nodrafts-sync-graphs-triton-auto", "--plans", "2", "--seed", "5")
     named_ = [(one["name"], one["seed"]) for one in made if not one["plain"]]
