@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from arms import Arm, named
 
 CACHED = named("cache-nodrafts-sync-eager-triton-auto")
@@ -132,9 +133,16 @@ def state_of_a_neighbour(llm) -> None:
 
 
 def tail_off_by_one(llm) -> None:
-    """Attention does not see the newest token."""
-    wrapped(importlib.import_module(POOLS), "expand_pools_and_append_tail",
-            lambda original: lambda ids, lengths, pool: original(ids, lengths - 1, pool))  # fmt: skip
+    """The unfinished pool that a prompt leaves is kept one place too far; decoding goes on from it."""
+
+    def around(original):
+        def kpool_seed_tail_cache(cache, keys, gates, slots, pool, *rest):
+            shifted = slots // pool * pool + (slots + 1) % pool
+            return original(cache, keys, gates, torch.where(slots < 0, slots, shifted), pool, *rest)
+
+        return kpool_seed_tail_cache
+
+    wrapped(importlib.import_module(POOLS), "kpool_seed_tail_cache", around)
 
 
 def poisoned_selection(llm) -> None:
@@ -158,7 +166,7 @@ BUGS = {
     "rejected-state": Bug("the state after a rejected draft is kept", DRAFTING, rejected_state_kept),
     "other-session": Bug("a hit takes another session's state", CACHED, state_of_another_session),
     "other-state": Bug("running requests take each other's state", UNCACHED, state_of_a_neighbour),
-    "tail": Bug("the indexer's tail is one token short", UNCACHED, tail_off_by_one, needs_indexer=True),
+    "tail": Bug("the indexer's tail is off by one place", UNCACHED, tail_off_by_one, needs_indexer=True),
     "topk": Bug("half of the selected pools are the first one", UNCACHED, poisoned_selection, needs_indexer=True),
     "probe-nan-in-new-blocks": Bug("new blocks are filled with NaN, as if nobody had zeroed them", CACHED,
                                    nan_in_new_blocks, must_show=False),

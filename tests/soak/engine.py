@@ -156,7 +156,7 @@ def _again(llm, verdict, candidate: sessions.Plan) -> list:
 def read(order: dict) -> None:
     platform = arms.Platform(**order["platform"])
     reader = judge.Reader(start_judge(Path(order["models"]) / "local", platform, order["kv"], order["longest"]))
-    bench = state_judge.Bench(order["kv"], lambda tokens: probes.read_alone(reader.llm, tokens))
+    bench = state_judge.Bench(order["kv"], reader.state)
     score = lambda answers: judge.score(reader, answers, reader.again)
     exchange.serve(Path(order["work"]), order["kv"], score, order.get("floor"), bench, order["number"])
 

@@ -1,12 +1,13 @@
 """How improbable was what an engine said? Every answer, scored by a second engine that reads it whole and alone.
 
-Where it looks improbable, the judge reads again with noise as of rounding (rounding.py), and its kindest reading counts.
+Where it looks improbable, the judge reads again with noise as of rounding (rounding.py); its kindest reading counts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 
 TIMES_THE_FLOOR = 3
@@ -205,12 +206,12 @@ class Reader:
         return [row and {t: value.logprob for t, value in row.items()} for row in output.prompt_logprobs]
 
     def again(self, tokens: list[int], number: int) -> list[dict | None]:
-        self.noise.set(number)
-        try:
-            rows = self(tokens)
-        finally:
-            used = self.noise.used
-            self.noise.set(None)
-        if not used:
-            raise RuntimeError("the judge's engine ran past the noise: it does not run eagerly.")
-        return rows
+        with self.noise.of(number):
+            return self(tokens)
+
+    def state(self, tokens: tuple[int, ...], number: int | None = None):
+        """What this engine remembers of tokens, with the noise of a number or without any; for state_judge."""
+        import probes
+
+        with nullcontext() if number is None else self.noise.of(number):
+            return probes.read_alone(self.llm, list(tokens))

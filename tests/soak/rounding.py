@@ -1,11 +1,13 @@
 """Rounding as an engine's own, only larger: which of a judge's readings would another order of sums have changed?
 
-Between two experts, or two pools at the edge of a selection, bf16 decides; a tie that falls the other way can cost whole
-nats. An arm reads in other chunks and in company, so its ties fall otherwise than the judge's. A token that the judge
-takes too, once it reads with noise of that size, is no finding.
+Between two experts, or two pools at the edge of a selection, bf16 decides, and a tie that falls the other way can cost
+whole nats. An arm reads in other chunks and in company, so its ties fall otherwise than the judge's. A token that the
+judge takes too, once it reads with noise of that size, is no finding.
 """
 
 from __future__ import annotations
+
+from contextlib import contextmanager
 
 import torch
 
@@ -27,14 +29,20 @@ class Noise:
                 f"vLLM's model shows {layers} layers of {wanted} and {len(modules) - layers} embeddings; "
                 f"rounding.Noise looks for names that are gone."
             )
-        self.size, self.generator, self.used = 0.0, None, 0
+        self.size, self.seed, self.used = 0.0, 0, 0
         for module in modules:
             module.register_forward_hook(self._after)
 
-    def set(self, number: int | None) -> None:
-        """The noise of reading `number`, the same each time; None: no noise."""
-        self.size, self.used = 0.0 if number is None else SIZES[number % len(SIZES)], 0
-        self.seed = number
+    @contextmanager
+    def of(self, number: int):
+        """The noise of reading `number`, the same each time. Raises RuntimeError where the engine ran past it."""
+        self.size, self.seed, self.used = SIZES[number % len(SIZES)], number, 0
+        try:
+            yield
+        finally:
+            self.size = 0.0
+        if not self.used:
+            raise RuntimeError("the judge's engine ran past the noise: it does not run eagerly.")
 
     def _after(self, module, _inputs, output):
         """Of a layer the block's output and the residual streams, not the weights that mix them."""

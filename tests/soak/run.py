@@ -239,7 +239,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bugs", help=f"plant instead: all, or of {', '.join(bugs.BUGS)}")
     parser.add_argument("--plan", type=Path, help="a plan that an earlier soak wrote, in place of seed and sessions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plans", type=int, default=1, help="of each arm, an engine for each, with seeds from --seed on")
+    parser.add_argument("--plans", type=int, default=1, help="of each arm, each in its engine, with seeds from --seed on")
     parser.add_argument("--judges", type=int, default=1, help="for each kind of KV cache")
     parser.add_argument("--sessions", type=int, default=40, help="of each arm; about three turns each")
     parser.add_argument("--longest", type=int, default=9216, help="tokens of a context; the CPU has 2,048 at most")

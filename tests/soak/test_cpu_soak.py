@@ -61,7 +61,7 @@ class Both:
         """Of some texts in company, one of them beyond a state block, and of three tokens more that are decoded."""
         asked = [(f"s{i}", self.words.prefix(i, length)) for i, length in enumerate(LENGTHS)]
         found = probes.ask(self.llm, asked, decoded=3)
-        return state_judge.measure(lambda tokens: probes.read_alone(self.read.llm, tokens), found)
+        return state_judge.measure(self.read.state, found)
 
 
 @pytest.fixture(scope="module")

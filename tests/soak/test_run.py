@@ -112,9 +112,9 @@ def test_a_plain_arm_beside_others_is_no_longer_than_a_floor_needs(tmp_path):
 
 
 def test_each_plan_of_an_arm_is_an_engine_with_a_seed_of_its_own(tmp_path):
-    made, _ = orders(tmp_path, H200, "--arms", f"{ARM},cache-nodrafts-sync-graphs-triton-auto", "--plans", "2", "--seed", "5")
-    named_ = [(one["name"], one["seed"]) for one in made if not one["plain"]]
     other = "cache-nodrafts-sync-graphs-triton-auto"
+    made, _ = orders(tmp_path, H200, "--arms", f"{ARM},{other}", "--plans", "2", "--seed", "5")
+    named_ = [(one["name"], one["seed"]) for one in made if not one["plain"]]
     assert named_ == [(ARM, 5), (f"{ARM}@6", 6), (other, 5), (f"{other}@6", 6)]
     assert [one["seed"] for one in made if one["plain"]] == [5]
 

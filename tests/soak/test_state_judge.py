@@ -1,5 +1,6 @@
 """The second judge on made-up states: another session's, a lost pool and a NaN must show, rounding must not."""
 
+import math
 import threading
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import exchange
 import state_judge
-from judge import Answer, Scored
+from judge import NOISY_READINGS, Answer, Scored
 from probes import PLAIN_DECODED, Probe, choose
 from sessions import Edges
 from state_judge import ROW, Bench, bars, errors, largest, measure, verdict, worst_row
@@ -36,7 +37,7 @@ def probe(warm, cached=64, session="s1"):
 
 
 def judged(warm, cached=64, floor=None):
-    measured = measure(lambda tokens: state(), [probe(warm, cached)])
+    measured = measure(lambda tokens, *number: state(), [probe(warm, cached)])
     return verdict(measured, bars(floor or {}, "auto"))
 
 
@@ -68,6 +69,42 @@ def test_another_sessions_state_is_found_under_any_floor(kind):
 def test_one_lost_row_of_many_is_found_by_its_number(kind, row):
     found = judged(changed(kind, lambda value: value[row].zero_()))["findings"]
     assert (kind + ROW, row) in {(one["kind"], one["row"]) for one in found}
+
+
+def tied(row, readings):
+    """A judge whose reading `number` has `row` of the latents as it is in readings[number], else as in the cold one."""
+
+    def read(tokens, number=None):
+        read.numbers.append(number)
+        made = state()
+        if number is not None and number < len(readings):
+            made[MLA][LATENT][row] = readings[number]
+        return made
+
+    read.numbers = []
+    return read
+
+
+def test_a_row_that_noise_explains_is_right():
+    other = state(seed=1)[MLA][LATENT][7]
+    warm = changed(LATENT, lambda value: value[7].copy_(other))
+    read = tied(7, [state()[MLA][LATENT][7], other * 1.01])
+    (row,) = [one for one in measure(read, [probe(warm)]) if one.kind == LATENT + ROW]
+    assert row.error < 0.02 and read.numbers == [None, 0, 1]
+    read = tied(8, [other, other])  # another row went that way: that explains nothing
+    (row,) = [one for one in measure(read, [probe(warm)]) if one.kind == LATENT + ROW]
+    assert row.error > 1 and row.row == 7 and len(read.numbers) == 1 + NOISY_READINGS
+
+
+def test_many_far_rows_are_no_ties_and_no_number_is_never_one():
+    other = state(seed=1)[MLA][LATENT]
+    read = tied(slice(0, 20), [other[:20]])
+    measured = measure(read, [probe(changed(LATENT, lambda value: value[:20].copy_(other[:20])))])
+    assert verdict(measured, bars({}, "auto"))["findings"] and read.numbers == [None]
+    read = tied(3, [other[3]] * NOISY_READINGS)
+    (row,) = [one for one in measure(read, [probe(changed(LATENT, lambda value: value[3].fill_(float("nan"))))])
+              if one.kind == LATENT + ROW]  # fmt: skip
+    assert math.isnan(row.error) and row.row == 3
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -120,7 +157,7 @@ def test_rows_of_next_to_nothing_do_not_count_as_far():
 
 def test_equal_tokens_are_read_once():
     read = []
-    measure(lambda tokens: read.append(tokens) or state(), [probe(state()), probe(state(), 0, "s2")])
+    measure(lambda tokens: read.append(list(tokens)) or state(), [probe(state()), probe(state(), 0, "s2")])
     assert read == [TOKENS]
 
 
@@ -137,7 +174,7 @@ def served(tmp_path, monkeypatch, bench):
 
 def test_an_arm_is_told_what_its_states_are_by_the_plain_arms_floor(tmp_path, monkeypatch):
     answers, file = [Answer("s1", 0, [1], [2], cached=0)], tmp_path / "arm.states.pt"
-    thread = served(tmp_path, monkeypatch, Bench("auto", lambda tokens: state()))
+    thread = served(tmp_path, monkeypatch, Bench("auto", lambda tokens, *number: state()))
     state_judge.save(tmp_path / "plain.states.pt", [probe(changed(RECURRENT, lambda value: value.mul_(1.03)), 0)])
     plain = exchange.ask(tmp_path, "plain", "auto", True, answers, "plain.states.pt")
     assert plain["states"]["bars"][RECURRENT] == pytest.approx(0.09, rel=1e-3) and not plain["states"]["findings"]
@@ -152,7 +189,7 @@ def test_an_arm_is_told_what_its_states_are_by_the_plain_arms_floor(tmp_path, mo
 
 
 def test_without_a_floor_nothing_is_said_to_be_right():
-    bench = Bench("auto", lambda tokens: state())
+    bench = Bench("auto", lambda tokens, *number: state())
     measured = measure(bench.read, [probe(state())])
     assert "gave no floor" in bench.verdict(measured)["error"]
     bench.take_floor("the judge could not compare states: x")
