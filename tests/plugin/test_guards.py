@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from schedulers import Case, cache_groups, engine_config, start, with_case
+from schedulers import Case, cache_groups, engine_config, start, with_case, with_values
 from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -47,6 +47,15 @@ def test_a_smaller_block_is_refused(config):
     case = Case(attention_block=256)
     with pytest.raises(ValueError, match=r"recurrent state has 512 tokens, but that of attention has 256; .* FLASH"):
         block_sizes.check_block_sizes(cache_groups(case), with_case(config, case))
+
+
+def test_what_only_the_workers_know_is_not_asked(config):
+    """With several ranks the engine's own configuration keeps its default: workers settle the state's block."""
+    config = with_case(config, Case())
+    config.cache_config = with_values(config.cache_config, mamba_block_size=16)
+    block_sizes.check_block_sizes(cache_groups(Case()), config)
+    with pytest.raises(ValueError, match="recurrent state has 512 tokens, but that of attention has 256"):
+        block_sizes.check_block_sizes(cache_groups(Case(attention_block=256)), config)
 
 
 def test_states_that_are_never_reused_may_have_any_block(config):

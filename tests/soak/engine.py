@@ -81,10 +81,9 @@ def edges_of(llm, longest: int) -> sessions.Edges:
     """What is special in this engine, as it says itself."""
     config = llm.llm_engine.vllm_config
     cache, sizes = config.cache_config, config.compilation_config.cudagraph_capture_sizes or []
-    block = cache.mamba_block_size if cache.enable_prefix_caching else cache.block_size
     graphs = tuple(size for size in sizes if size <= 64) or sessions.Edges.graphs
-    scheduler = config.scheduler_config
-    return sessions.Edges(block, scheduler.max_num_batched_tokens, longest, scheduler.max_num_seqs, graphs=graphs)
+    chunk, seats = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
+    return sessions.Edges(cache.block_size, chunk, longest, seats, graphs=graphs)
 
 
 def metrics(llm) -> dict[str, int]:

@@ -12,10 +12,13 @@ from vllm_exl3.overrides import because
 
 def check_block_sizes(kv_cache_config, vllm_config) -> None:
     """Raise ValueError naming the groups whose block is not the state's. States that are never reused may differ."""
-    cache = vllm_config.cache_config
-    if cache.mamba_cache_mode != "align" or not kv_cache_config.has_mamba_layers:
+    from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
+
+    if vllm_config.cache_config.mamba_cache_mode != "align" or not kv_cache_config.has_mamba_layers:
         return
-    block = cache.mamba_block_size
+    # Not cache_config.mamba_block_size: with several ranks only the workers know it, and this is asked elsewhere.
+    block = next(spec.block_size for group in kv_cache_config.kv_cache_groups
+                 for spec in iter_layer_specs(group.kv_cache_spec) if isinstance(spec, MambaSpec))  # fmt: skip
     groups = [group for group in kv_cache_config.kv_cache_groups if group.kv_cache_spec.prefix_cacheable]
     odd = [f"{group.layer_names[0]} has {group.kv_cache_spec.block_size}"
            for group in groups if group.kv_cache_spec.block_size != block]  # fmt: skip
