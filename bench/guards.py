@@ -110,14 +110,17 @@ def wait_until_up(engines: list[Engine], say: Callable[[str], None]) -> dict[str
     return about
 
 
-def check_guards(about: dict[str, dict]) -> None:
-    """Raise EngineFailed if the engines do not differ by what they should: they would be compared with themselves."""
+def check_engines(about: dict[str, dict]) -> None:
+    """Raise EngineFailed if the engines do not differ by what they should, and by nothing else."""
     for name, off in ENGINES.items():
         if ",".join(about[name]["guards_off"]) != off:
             raise EngineFailed(f"{name}: is without the guards {about[name]['guards_off']}, expected {off or 'none'}.")
     schedulers = {name: said["scheduler"] for name, said in about.items()}
     if schedulers["on"] != schedulers["again"] or schedulers["on"] == schedulers["off"]:
         raise EngineFailed(f"schedulers are {schedulers}: on and again must have the guarded one, off vLLM's own.")
+    cpus = {name: said["cpus"] for name, said in about.items()}
+    if any(one != cpus["on"] for one in cpus.values()):
+        raise EngineFailed(f"engines run on the CPUs {cpus}: all must run on the same ones, or distances are measured.")
 
 
 def take_turns(
@@ -220,7 +223,7 @@ def time_engines(args: argparse.Namespace, program: list[str]) -> tuple[list[dic
     timer.start()
     try:
         about = wait_until_up(engines, say)
-        check_guards(about)
+        check_engines(about)
         take_turns(engines, pairs, args.rounds, lambda: left() - END_S, say)
     except EngineFailed as error:
         if left() > 0:

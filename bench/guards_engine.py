@@ -1,6 +1,9 @@
 """One engine of bench/guards.py, in a process of its own: starts vLLM, then works when it is told to, and times that.
 
 A line of JSON on stdin is a turn, a line on stdout what it took; logs go to stderr. It ends where stdin ends.
+
+All engines of a comparison run on the same few CPUs, which is no loss, since one works at a time: on CPUs of their own
+equal engines would differ by how far those are from the GPU, and by more than guards cost.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ SHORT = 32  # tokens of a prompt whose answer is timed
 PROMPTS = 3  # long ones of a turn
 WARM_STEPS = 4  # untimed, when a turn begins: another engine had the GPU and the processor's caches
 IDLE_STEPS = 5_000
+CPUS = 4  # of each engine: one thread works, others wait or log
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,27 @@ class Player:
         return outputs
 
 
+def common_cpus(allowed: set[int], system: Path = Path("/sys/devices/system")) -> set[int]:
+    """Some of the fastest CPUs of one NUMA node: the same for each process that may use the same ones."""
+
+    def of(cpu: int, file: str) -> int:
+        path = system / "cpu" / f"cpu{cpu}" / file
+        return int(path.read_text()) if path.is_file() else 0
+
+    # Not each kind of machine tells both; where none is told, all CPUs are alike.
+    speed = {cpu: (of(cpu, "cpu_capacity"), of(cpu, "cpufreq/cpuinfo_max_freq")) for cpu in allowed}
+    order = sorted(allowed, key=lambda cpu: (*(-one for one in speed[cpu]), cpu))
+    nodes = [node.name for node in (system / "cpu" / f"cpu{order[0]}").glob("node[0-9]*")]
+    near = [cpu for cpu in order if all((system / "cpu" / f"cpu{cpu}" / node).exists() for node in nodes)]
+    return set(near[:CPUS])
+
+
+def pin() -> list[int]:
+    """Before anything is imported: threads have the CPUs of the one that starts them."""
+    os.sched_setaffinity(0, common_cpus(os.sched_getaffinity(0)))
+    return sorted(os.sched_getaffinity(0))
+
+
 def serve(player: Player, about: dict, turns: Iterable[str], reply: Callable[[dict], None]) -> None:
     """`about` says once that the engine is up; then one reply for each turn."""
     player.warm()
@@ -175,6 +200,7 @@ def replies() -> Callable[[dict], None]:
 
 
 def main() -> None:
+    cpus = pin()
     reply, order = replies(), json.loads(sys.argv[1])
     sys.path += [str(ROOT / folder) for folder in ("tests/soak", "tests/gpu/engine", ".")]
     import arm
@@ -191,7 +217,7 @@ def main() -> None:
     llm = engine.start_arm(models / arms.model_of(one), arms.Platform(**order["platform"]), one, start)
     from vllm_exl3.switches import switches
 
-    about = {"guards_off": switches().guards_off, "scheduler": type(scheduler_of(llm)).__name__}
+    about = {"guards_off": switches().guards_off, "scheduler": type(scheduler_of(llm)).__name__, "cpus": cpus}
     serve(Player(llm.llm_engine, Texts(models / "local"), sizes), about, sys.stdin, reply)
     os._exit(0)  # nothing that vLLM does at exit is timed
 

@@ -1,8 +1,8 @@
 """Stands in for bench/guards_engine.py in its tests: an engine without a model, whose steps take given times.
 
 Its first argument is JSON: "step_ms", "guard_ms" (more for a step with guards), "sleeps" (else its clock only counts
-steps), "turns" (a file for when each turn was), "fail" ("start", "turn", "never up", "same guards", "hang
-in round 3").
+steps), "turns" (a file for when each turn was), "fail" ("start", "turn", "never up", "same guards", "other
+CPUs", "hang in round 3").
 """
 
 import json
@@ -70,6 +70,7 @@ class FakeTexts:
 
 
 def main() -> None:
+    cpus = guards_engine.pin()
     reply, setting, order = guards_engine.replies(), json.loads(sys.argv[1]), json.loads(sys.argv[2])
     off, fail = os.environ["EXL3_GUARDS_OFF"], setting.get("fail")
     if fail == "start" and off:
@@ -96,7 +97,9 @@ def main() -> None:
     player.play = noted
     print("what vLLM prints to stdout is no reply")
     off = "" if fail == "same guards" else off
+    cpus = [*cpus, 999] if off and fail == "other CPUs" else cpus
     about = {"guards_off": off.split(",") if off else [], "scheduler": "Scheduler" if off else "PoolScheduler"}
+    about["cpus"] = cpus
     guards_engine.serve(player, about, sys.stdin, reply)
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 import statistics
+import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -16,7 +17,7 @@ sys.path[:0] = [str(HERE.parents[1] / "bench"), str(HERE)]
 import guards
 import paired
 from fake_guards_engine import FakeEngine, FakeTexts
-from guards_engine import MEASURES, PARTS, PROMPTS, SHORT, WARM_STEPS, Player, Sizes
+from guards_engine import MEASURES, PARTS, PROMPTS, SHORT, WARM_STEPS, Player, Sizes, common_cpus
 from paired import LEAST_PAIRS, Comparison, interval
 
 
@@ -95,7 +96,8 @@ def test_what_was_timed_before_the_time_was_over_counts(tmp_path, capsys, monkey
     ("fail", "seconds", "words"),
     [("start", "30", ("off: ended with 1", "no GPU today")), ("turn", "30", ("ended with 1", "out of memory")),
      ("never up", "1", ("the time is over (--seconds 1)",)),
-     ("same guards", "30", ("off: is without the guards []", "expected chunk-ends"))],
+     ("same guards", "30", ("off: is without the guards []", "expected chunk-ends")),
+     ("other CPUs", "30", ("engines run on the CPUs", "999]", "all must run on the same ones"))],
 )  # fmt: skip
 def test_an_engine_that_fails_is_told_with_its_log(tmp_path, capsys, fail, seconds, words):
     assert bench(tmp_path, "--seconds", seconds, fail=fail) == guards.FAILED
@@ -107,6 +109,48 @@ def test_wrong_usage_is_told(tmp_path, capsys):
     with pytest.raises(SystemExit):
         guards.arguments(["--drafts", "mtp3", "--draft-models", str(tmp_path / "none")])
     assert "none: no such folder" in capsys.readouterr().err
+
+
+# CPUs
+
+
+def machine(tmp_path, nodes: dict[int, set[int]], **speeds: dict[int, int]) -> Path:
+    """/sys/devices/system of a machine with such CPUs on its NUMA nodes, and what it tells of their speeds."""
+    for node, cpus in nodes.items():
+        for cpu in cpus:
+            (tmp_path / "cpu" / f"cpu{cpu}" / f"node{node}").mkdir(parents=True)
+    for file, told in speeds.items():
+        for cpu, speed in told.items():
+            (tmp_path / "cpu" / f"cpu{cpu}" / file).write_text(f"{speed}\n")
+    return tmp_path
+
+
+def test_all_engines_of_a_machine_run_on_the_same_few_cpus_of_one_node(tmp_path):
+    interleaved = machine(tmp_path, {0: set(range(0, 32, 2)), 1: set(range(1, 32, 2))})
+    assert common_cpus(set(range(32)), interleaved) == {0, 2, 4, 6}
+    assert common_cpus({3, 4, 5, 7, 30}, interleaved) == {3, 5, 7}  # a container's
+    assert common_cpus({5, 9}, tmp_path / "none") == {5, 9}
+
+
+def test_engines_run_on_the_fastest_cpus_where_they_differ(tmp_path):
+    fast = {*range(5, 10), *range(15, 20)}
+    told = {cpu: 1024 if cpu in fast else 718 for cpu in range(20)}
+    assert common_cpus(set(told), machine(tmp_path, {0: set(told)}, cpu_capacity=told)) == {5, 6, 7, 8}
+
+
+def test_what_an_engine_imports_has_its_cpus():
+    """Nothing that starts threads may be there before: they would keep all CPUs."""
+    code = """
+import os, sys, threading
+import guards_engine
+assert not {"numpy", "torch", "vllm"} & set(sys.modules)
+guards_engine.CPUS = 1
+pinned, seen = guards_engine.pin(), []
+thread = threading.Thread(target=lambda: seen.append(sorted(os.sched_getaffinity(0))))
+thread.start(), thread.join()
+assert len(pinned) == 1 and seen == [pinned], (pinned, seen)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(guards.__file__).parent)
 
 
 # One engine
