@@ -6,8 +6,8 @@ import json
 import random
 from dataclasses import asdict, dataclass, replace
 
-# Steps of a session, so that about as many want a seat as there are: with all of them waiting from the start, each would
-# come back after its states were given to others.
+# Steps of a session, so that about as many want a seat as there are: with all of them waiting from the start, each
+# would come back after its states were given to others.
 SPREAD = 400
 KINDS = ("plain", "foreign", "needle")  # own text of the model; non-ASCII text; a fact far in front of its question
 
