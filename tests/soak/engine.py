@@ -20,6 +20,7 @@ sys.path += [str(HERE), str(ROOT / "tests" / "gpu" / "engine"), str(ROOT)]
 import arms
 import bugs
 import exchange
+import groups
 import judge
 import probes
 import sessions
@@ -122,6 +123,7 @@ def answer(order: dict) -> None:
     say(f"{said['turns']} turns, largest margin {said['largest']}, {said['excused']} tokens excused by rounding, "
         f"{len(said['findings'])} findings")  # fmt: skip
     if said["findings"] and order["reruns"]:
+        exchange.write(work / f"{name}.report.json", report)  # time may be over before a smaller plan is found
         llm.reset_prefix_cache()
         smaller, used = sessions.shrink(plan, lambda candidate: bool(_again(llm, verdict, candidate)), order["reruns"])
         (work / f"{name}.small.json").write_text(sessions.to_json(smaller))
@@ -161,6 +163,7 @@ def read(order: dict) -> None:
 
 
 if __name__ == "__main__":
+    groups.end_with_runner()
     {"arm": answer, "judge": read}[sys.argv[1]](json.loads(sys.argv[2]))
     sys.stdout.flush()
     os._exit(0)  # nothing that vLLM does at exit is part of a soak

@@ -5,7 +5,7 @@
     PYTHONPATH=overlay:. python3 tests/soak/run.py --arms NAME --plan FILE  # a failure once more
 
 Prints progress and a line for each verdict, writes a JSON report. Ends with 0 if nothing was found, 1 for findings,
-2 for wrong usage, 3 if an arm gave no answer.
+2 for wrong usage, 3 if an arm gave no answer, 130 if it was interrupted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -27,10 +28,12 @@ sys.path += [str(HERE), str(ROOT / "tests" / "gpu" / "engine"), str(ROOT)]
 import arms
 import bugs
 import exchange
+import groups
 from engine import ROOM
 from prove import Proof
 
-FINDINGS, USAGE, NO_ANSWER = 1, 2, 3
+FINDINGS, USAGE, NO_ANSWER, INTERRUPTED = 1, 2, 3, 130
+ENGINE = HERE / "engine.py"
 CPU_LONGEST = 2048 - ROOM
 PLAIN_SESSIONS = 40  # enough for a floor: every judge reads them
 
@@ -87,7 +90,10 @@ class Run:
         self.environment = Proof(args.work, args.drafts, self.deadline).environment()
         self.gpus = max(1, args.gpus)
         self.started = 0
-        self.arms: set[subprocess.Popen] = set()  # those that run
+        self.done = args.work / exchange.DONE
+        self.lock = threading.Lock()  # of what follows
+        self.running: dict[subprocess.Popen, str] = {}  # process -> its KV cache
+        self.floorless: set[str] = set()  # KV caches whose plain arm gave no floor
 
     def order(self, one: arms.Arm, bug: str | None = None, number: int = 0, copy: int = 0) -> dict:
         """Arm `number` of a set, every other one with the other size of a step; `copy` has a plan of its own."""
@@ -107,35 +113,58 @@ class Run:
     def judge(self, kv: str, number: int) -> None:
         """Ends with the soak. A judge that ends earlier ends it: all its arms would wait for a verdict."""
         name = f"judge-{kv}-{number}"
-        self._process("judge", name, {
-            "kv": kv, "number": number, "work": str(self.work), "models": str(self.work / "models"),
-            "longest": self.args.longest, "platform": vars(self.platform),
-        })  # fmt: skip
-        if not (self.work / exchange.DONE).exists():
-            print(f"{name}: ended early, so that no arm can get a verdict; stopping them", flush=True)
-            (self.work / exchange.DONE).touch()
-            for process in list(self.arms):
-                process.kill()
+        try:
+            self._process("judge", name, kv, {
+                "kv": kv, "number": number, "work": str(self.work), "models": str(self.work / "models"),
+                "longest": self.args.longest, "platform": vars(self.platform),
+            })  # fmt: skip
+        finally:
+            if not self.done.exists():
+                print(f"{name}: ended early, so that no arm can get a verdict; stopping them", flush=True)
+                self.stop()
 
     def answer(self, order: dict) -> bool:
-        if (self.work / exchange.DONE).exists():
-            return False
         off = bugs.BUGS[order["bug"]].guards_off if order["bug"] else ()
-        return self._process("arm", order["name"], order, EXL3_GUARDS_OFF=",".join(off))
+        kv, name = arms.named(order["arm"]).kv, order["name"]
+        ended_well = self._process("arm", name, kv, order, EXL3_GUARDS_OFF=",".join(off))
+        is_judged = any(self.work.glob(f"{name}.*.verdict.json"))
+        if order["plain"] and not ended_well and not is_judged and not self.done.exists():
+            print(f"{name}: gave no floor, so that no other arm with this cache can get a verdict; stopping them",
+                  flush=True)  # fmt: skip
+            self.stop_waiting(kv)
+        return ended_well
 
-    def _process(self, role: str, name: str, order: dict, **environment: str) -> bool:
+    def stop(self) -> None:
+        """Kills all engines with their ranks, and no other starts."""
+        with self.lock:
+            self.done.touch()
+            for process in self.running:
+                groups.kill(process)
+
+    def stop_waiting(self, kv: str) -> None:
+        """Those with one KV cache."""
+        with self.lock:
+            self.floorless.add(kv)
+            for process in [process for process, its in self.running.items() if its == kv]:
+                groups.kill(process)
+
+    def _start(self, command: list[str], kv: str, environment: dict[str, str]) -> subprocess.Popen | None:
+        with self.lock:
+            if self.done.exists() or kv in self.floorless:
+                return None
+            process = groups.start(command, ROOT, self.environment | environment)
+            self.running[process] = kv
+            return process
+
+    def _process(self, role: str, name: str, kv: str, order: dict, **environment: str) -> bool:
         """Whether it ended well. Whoever ends badly has the end of its log printed."""
         place = {} if order.get("tp", 1) > 1 else {"CUDA_VISIBLE_DEVICES": str(self.started % self.gpus)}
         self.started += 1
-        command = [sys.executable, "-u", str(HERE / "engine.py"), role, json.dumps(order)]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=ROOT,
-            env=self.environment | place | environment,
-        )  # fmt: skip
-        timer = threading.Timer(max(1, self.deadline - time.monotonic()), process.kill)
+        process = self._start([sys.executable, "-u", str(ENGINE), role, json.dumps(order)], kv, place | environment)
+        if process is None:
+            return False
+        timer = threading.Timer(max(1, self.deadline - time.monotonic()), groups.kill, [process])
         timer.start()
-        if role == "arm":
-            self.arms.add(process)
         lines = []
         with (self.work / f"{name}.log").open("w") as log:
             for line in process.stdout:
@@ -144,29 +173,36 @@ class Run:
                 if line.startswith(f"{name}: "):
                     print(lines[-1], flush=True)
         timer.cancel()
-        self.arms.discard(process)
-        if process.wait() == 0:
+        with self.lock:
+            del self.running[process]
+        if (code := groups.collect(process)) == 0:
             return True
         late = " (the time is over)" if time.monotonic() >= self.deadline else ""
-        print(f"{name}: ended with {process.returncode}{late}; the end of its log:", *lines[-20:], sep="\n  ")
+        print(f"{name}: ended with {code}{late}; the end of its log:", *lines[-20:], sep="\n  ", flush=True)
         return False
 
     def all(self, orders: list[dict]) -> dict[str, dict]:
         """Name -> report of every arm that gave one. Judges run beside them until the last arm is over."""
         kinds = list(dict.fromkeys(arms.named(order["arm"]).kv for order in orders))
-        (self.work / exchange.DONE).unlink(missing_ok=True)
+        self.done.unlink(missing_ok=True)
         count = len(kinds) * self.args.judges
-        judges = ThreadPoolExecutor(count)
-        for kv in kinds:
-            for number in range(self.args.judges):
-                judges.submit(self.judge, kv, number)
+        judges, pool = ThreadPoolExecutor(count), ThreadPoolExecutor(max(1, self.args.parallel - count))
         orders = [order | {"judge": number % self.args.judges} for number, order in enumerate(orders)]
-        with ThreadPoolExecutor(max(1, self.args.parallel - count)) as pool:
+        try:
+            for kv in kinds:
+                for number in range(self.args.judges):
+                    judges.submit(self.judge, kv, number)
             list(pool.map(self.answer, orders))
-        (self.work / exchange.DONE).touch()
-        judges.shutdown()
-        for states in self.work.glob("*.states.pt"):
-            states.unlink()
+            self.done.touch()
+            judges.shutdown()
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            pool.shutdown()
+            judges.shutdown()
+            for states in self.work.glob("*.states.pt"):
+                states.unlink()
         files = {order["name"]: self.work / f"{order['name']}.report.json" for order in orders}
         return {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
 
@@ -239,7 +275,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bugs", help=f"plant instead: all, or of {', '.join(bugs.BUGS)}")
     parser.add_argument("--plan", type=Path, help="a plan that an earlier soak wrote, in place of seed and sessions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plans", type=int, default=1, help="of each arm, each in its engine, with seeds from --seed on")
+    parser.add_argument("--plans", type=int, default=1, help="of each arm, each in its engine, seeds from --seed on")
     parser.add_argument("--judges", type=int, default=1, help="for each kind of KV cache")
     parser.add_argument("--sessions", type=int, default=40, help="of each arm; about three turns each")
     parser.add_argument("--longest", type=int, default=9216, help="tokens of a context; the CPU has 2,048 at most")
@@ -326,4 +362,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted: every engine was ended, and there is no report", flush=True)
+        sys.exit(INTERRUPTED)

@@ -1,6 +1,7 @@
 """The soak's command without engines: orders, verdicts, exit codes, and what a report needs to say."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -148,27 +149,127 @@ def test_wrong_usage_is_told_and_nothing_starts(tmp_path, capsys):
 def test_an_engine_that_cannot_start_is_a_failure_with_its_log(tmp_path, capsys):
     args = run.arguments(["--work", str(tmp_path), "--seconds", "30"])
     one = run.Run(args, CPU)
-    assert not one._process("no-such-role", "x", {})
+    assert not one._process("no-such-role", "x", "auto", {})
     assert "x: ended with 1; the end of its log:" in capsys.readouterr().out
     assert "KeyError" in (tmp_path / "x.log").read_text()
 
 
-def test_a_judge_that_ends_early_ends_the_soak(tmp_path, capsys, monkeypatch):
-    """The arms would answer for minutes and then wait for a verdict that nobody gives."""
+# Stands in for engine.py: an engine with a rank that holds its output open and outlives it, if it is let.
+STAND_IN = """
+import json, subprocess, sys, time
+from pathlib import Path
+sys.path.append({folder!r})
+import groups
+groups.end_with_runner()
+role, order = sys.argv[1], json.loads(sys.argv[2])
+how, work = json.loads(Path({behave!r}).read_text()), Path(order["work"])
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+name = order.get("name", "judge")
+(work / (name + ".begun")).write_text(str(rank.pid))
+(work / (name + ".begun")).rename(work / (name + ".rank"))
+print("is up", flush=True)
+how = how.get(name, how.get(role))
+if how == "lasts":
+    time.sleep(100)
+if how == "answers":
+    (work / (name + ".report.json")).write_text("{{}}")
+while how == "waits" and not (work / "done").exists():
+    time.sleep(0.05)
+sys.exit(how if isinstance(how, int) else 0)
+"""
+
+
+@pytest.fixture
+def behave(tmp_path, monkeypatch):
+    """Sets how stand-ins behave, by the names of arms or by roles."""
+    stand_in, how = tmp_path / "stand_in.py", tmp_path / "how"
+    stand_in.write_text(STAND_IN.format(folder=str(run.HERE), behave=str(how)))
+    monkeypatch.setattr(run, "ENGINE", stand_in)
+    return lambda **given: how.write_text(json.dumps(given))
+
+
+def soaked(tmp_path, *names, plain_first=False, **more) -> tuple[run.Run, dict, float]:
+    """(the run, its reports, how long it took)."""
     args = run.arguments(["--work", str(tmp_path), "--seconds", "60", "--parallel", "3"])
-    one = run.Run(args, CPU)
-    lasting = [sys.executable, "-c", "import time; print('arm: is up', flush=True); time.sleep(50)"]
-    popen = subprocess.Popen
+    one, begin = run.Run(args, CPU), time.monotonic()
+    orders = [{"arm": plain("auto").name, "name": name, "bug": None, "work": str(tmp_path),
+               "plain": plain_first and not i} for i, name in enumerate(names)]  # fmt: skip
+    return one, one.all([order | more for order in orders]), time.monotonic() - begin
 
-    def start(command, **options):
-        return popen(lasting if "arm" in command else [sys.executable, "-c", "raise SystemExit(5)"], **options)
 
-    monkeypatch.setattr(run.subprocess, "Popen", start)
-    begin = time.monotonic()
-    assert one.all([{"arm": plain("auto").name, "name": name, "bug": None} for name in ("arm", "arm2", "arm3")]) == {}
-    assert time.monotonic() - begin < 30
+def is_gone(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def assert_no_rank_is_left(tmp_path, count: int) -> None:
+    ranks, end = [int(file.read_text()) for file in tmp_path.glob("*.rank")], time.monotonic() + 5
+    while not all(map(is_gone, ranks)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert len(ranks) == count and all(map(is_gone, ranks))
+
+
+def test_ranks_end_with_their_engine(tmp_path, behave):
+    """A rank that is left holds the engine's output open: whoever reads that would wait for it."""
+    behave(arm="answers", arm2=5, judge="waits")
+    _, reports, seconds = soaked(tmp_path, "arm", "arm2")
+    assert reports == {"arm": {}} and seconds < 30
+    assert_no_rank_is_left(tmp_path, 3)
+
+
+def test_a_judge_that_ends_early_ends_the_soak(tmp_path, capsys, behave):
+    """The arms would answer for minutes and then wait for a verdict that nobody gives."""
+    behave(arm="lasts", judge=5)
+    one, reports, seconds = soaked(tmp_path, "arm", "arm2", "arm3")
+    assert reports == {} and seconds < 30 and not one.running
     said = capsys.readouterr().out
     assert "judge-auto-0: ended with 5" in said and "judge-auto-0: ended early" in said
+    assert_no_rank_is_left(tmp_path, len(list(tmp_path.glob("*.rank"))))
+
+
+def test_an_arm_does_not_wait_for_a_floor_that_does_not_come(tmp_path, capsys, behave):
+    behave(arm=5, other="lasts", third="lasts", judge="waits")
+    _, reports, seconds = soaked(tmp_path, "arm", "other", "third", plain_first=True)
+    assert reports == {} and seconds < 30
+    assert "arm: gave no floor" in capsys.readouterr().out and not (tmp_path / "third.rank").exists()
+    behave(arm=5, other="answers", judge="waits")
+    (tmp_path / "arm.0.verdict.json").touch()  # it failed after the floor was there
+    assert soaked(tmp_path, "arm", "other", plain_first=True)[1] == {"other": {}}
+
+
+def test_an_engine_that_is_late_goes_with_its_ranks(tmp_path, capsys, behave):
+    behave(arm="lasts", judge="waits")
+    args = run.arguments(["--work", str(tmp_path), "--seconds", "2"])
+    one = run.Run(args, CPU)
+    assert not one._process("arm", "arm", "auto", {"name": "arm", "work": str(tmp_path)})
+    assert "arm: ended with -9 (the time is over)" in capsys.readouterr().out
+    assert_no_rank_is_left(tmp_path, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_after_an_interrupt(tmp_path, behave, number):
+    """As Ctrl-C, as the launcher ends what does not listen to it, and as the kernel does without memory."""
+    behave(arm="lasts", judge="lasts")
+    main = f"""
+import runpy, sys
+sys.path.insert(0, {str(run.HERE)!r})
+import groups
+start = groups.start
+groups.start = lambda command, *more: start([*command[:2], {str(run.ENGINE)!r}, *command[3:]], *more)
+sys.argv = ["run.py", "--work", {str(tmp_path)!r}, "--arms", {plain("auto").name!r}]
+runpy.run_path({run.__file__!r}, run_name="__main__")
+"""
+    process = subprocess.Popen([sys.executable, "-c", main], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    while len(list(tmp_path.glob("*.rank"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    begin = time.monotonic()
+    process.send_signal(number)
+    said = process.communicate(timeout=20)[0]
+    assert process.returncode == (-number if number == signal.SIGKILL else run.INTERRUPTED)
+    assert number == signal.SIGKILL or "every engine was ended" in said
+    assert_no_rank_is_left(tmp_path, 2)
+    assert time.monotonic() - begin < 5
 
 
 def test_models_for_long_contexts_are_links_but_for_one_number(tmp_path):
