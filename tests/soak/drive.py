@@ -48,7 +48,8 @@ class Soak:
         self.running: dict[str, Talk] = {}
 
     def run(self) -> list[Answer]:
-        """Raises RuntimeError, naming who waits, if the engine does nothing for many steps."""
+        """Raises RuntimeError, naming who waits or was cut short, if the engine does nothing for many steps or less
+        than it was asked for."""
         for session in self.plan.sessions:
             self._later(session.turns[0].wait, self._ask, Talk(session, prompt=first_prompt(self.words, session)))
         idle = 0
@@ -96,6 +97,9 @@ class Soak:
             return
         talk = self.running.pop(name)
         answer = unpack(talk.session.name, talk.turn, talk.prompt, output, talk.now.edge)
+        if len(answer.tokens) != talk.now.answer:  # a judge would say nothing of tokens that are not there
+            raise RuntimeError(f"{talk.session.name} turn {talk.turn}: {len(answer.tokens)} tokens came, "
+                               f"{talk.now.answer} were asked for.")  # fmt: skip
         self.answers.append(answer)
         self.counts.read += len(talk.prompt)
         self.counts.cached += answer.cached or 0

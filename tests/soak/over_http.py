@@ -162,7 +162,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, default=Path("soak-http.json"))
     args = parser.parse_args(argv)
     if args.plan:
-        plan = sessions.from_json(args.plan.read_text())
+        try:
+            plan = sessions.from_json(args.plan.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"--plan {args.plan}: {error}")
     else:
         # The judge asks for one token more than a session has.
         edges = sessions.Edges(args.block, args.chunk, args.longest - 1)

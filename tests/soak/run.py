@@ -29,6 +29,7 @@ import arms
 import bugs
 import exchange
 import groups
+import sessions
 from engine import ROOM
 from prove import Proof
 
@@ -117,7 +118,7 @@ class Run:
             self._process("judge", name, kv, {
                 "kv": kv, "number": number, "work": str(self.work), "models": str(self.work / "models"),
                 "longest": self.args.longest, "platform": vars(self.platform),
-            })  # fmt: skip
+            }, EXL3_GUARDS_OFF="")  # fmt: skip
         finally:
             if not self.done.exists():
                 print(f"{name}: ended early, so that no arm can get a verdict; stopping them", flush=True)
@@ -298,6 +299,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--bugs: they are planted in an engine of one process; leave --tp out.")
     if args.plan and not args.plan.is_file():
         parser.error(f"--plan {args.plan}: no such file; a soak writes NAME.plan.json into its --work.")
+    try:
+        args.plan and sessions.from_json(args.plan.read_text())
+    except ValueError as error:
+        parser.error(f"--plan {args.plan}: {error}")
     return args
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import bugs
+import over_http
 import pytest
 import run
 from arms import Platform, named, plain
@@ -136,6 +137,10 @@ def test_what_a_cpu_cannot_plant_is_named(tmp_path):
     assert len(lacks) == len(BUGS) - 1 and all(lacks.values())
 
 
+def over_http_words(words):
+    return over_http.main(["--url", "http://127.0.0.1:9/v1", "--model", ".", *words])
+
+
 def test_wrong_usage_is_told_and_nothing_starts(tmp_path, capsys):
     assert run.main(["--work", str(tmp_path), "--arms", "fast"]) == run.USAGE
     assert "--arms fast: no such arm" in capsys.readouterr().err
@@ -144,6 +149,12 @@ def test_wrong_usage_is_told_and_nothing_starts(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run.arguments(["--plan", str(tmp_path / "none.json")])
     assert "none.json: no such file" in capsys.readouterr().err
+    for text in ("{}", "[", '{"seed": 0, "edges": {}, "sessions": []}'):
+        (tmp_path / "odd.json").write_text(text)
+        for command in (run.arguments, over_http_words):
+            with pytest.raises(SystemExit) as told:
+                command(["--plan", str(tmp_path / "odd.json")])
+            assert told.value.code == run.USAGE and "odd.json: " in capsys.readouterr().err
 
 
 def test_an_engine_that_cannot_start_is_a_failure_with_its_log(tmp_path, capsys):
