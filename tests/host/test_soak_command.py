@@ -188,7 +188,8 @@ def test_the_words_are_those_of_the_real_soak(machine, monkeypatch, capsys):
     """Its parser takes all of them, and ends with its own exit code where one is wrong."""
     monkeypatch.undo()
     plan = machine.folder / "plan.json"
-    plan.write_text("{}")
+    edges = {"block": 256, "chunk": 509, "longest": 2040, "graphs": []}
+    plan.write_text(json.dumps({"seed": 0, "edges": edges, "sessions": []}))
     given = options(minutes=3, arms="fast", sessions=4, seed=1, plan=plan, report=machine.folder / "r.json")
     words = soak.engine_words(given, machine.folder)
     done = subprocess.run([sys.executable, soak.ENGINES, *words], capture_output=True, text=True)
@@ -273,6 +274,7 @@ def test_a_fast_choice_is_named_only_where_every_arm_with_it_passed(tmp_path):
     # Arms without the cache cannot show what these choices are feared for.
     assert allowed(names=[PLAIN, BOTH]) == []
     (plan := tmp_path / "plan").write_text("{}")
+    assert allowed(arms="all") and not allowed(arms="product") and not allowed(arms=ASYNC)
     for more in ({"code": 1}, {"platform": "cpu"}, {"bugs": True}, {"plan": plan}):
         assert allowed(**more) == []
 
@@ -295,9 +297,15 @@ def test_any_other_end_is_an_error_with_the_last_lines(machine):
     machine.behave({"code": 125})
     with pytest.raises(LauncherError, match=r"(?s)1 engines of cuda.*ended with 125; .*logs are in"):
         machine.run()
-    machine.behave({"code": 0})
-    with pytest.raises(LauncherError, match="ended well and left no"):
-        cluster_soak.run(machine.stub.config(), options())
+    for code in (0, 1):
+        machine.behave({"code": code})
+        with pytest.raises(LauncherError, match=f"ended with {code} and left no .*soak.json; the lines above"):
+            cluster_soak.run(machine.stub.config(), options())
+
+
+def test_findings_of_states_are_counted():
+    made = report(1, **{PLAIN: arm({}), ASYNC: arm() | {"states": {"findings": [{}, {}]}}})["report"]
+    assert ": 3 findings" in soak.summary(made, 1)
 
 
 def test_planted_bugs_that_show_are_told_as_such():
@@ -338,7 +346,7 @@ def test_an_interrupt_leaves_no_process_and_no_container(machine):
     thread.join()
     assert is_gone(machine.seen["pid"])
     removed = [call[1:] for call in machine.stub.calls("rm")]
-    assert removed == [["rm", "--force", "--volumes", "exl3-tp2-rank0-soak"]] * 2  # before, of a killed one, and after
+    assert removed == [["rm", "--force", "--volumes", "exl3-tp2-rank0-soak"]] * 3  # before, of a killed one, and after
     assert machine.stub.calls("run")[0][machine.stub.calls("run")[0].index("--name") + 1] == removed[0][-1]
 
 
