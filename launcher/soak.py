@@ -288,7 +288,9 @@ def summary(report: Mapping, code: int) -> str:
     found = sum(len(one["findings"]) + len(one.get("misshapen", ())) + len(one.get("states", {}).get("findings", ()))
                 for one in many)  # fmt: skip
     failed = [line.split()[1].rstrip(":") for line in report.get("verdicts", ()) if line.startswith("FAIL")]
-    good = "every planted bug showed" if report.get("settings", {}).get("bugs") else "nothing was found"
+    unplanted = sum(" in " in what for what in report.get("not_run", ()))  # "BUG in ARM"
+    planted = "every planted bug showed" + (f", {unplanted} could not be planted here" if unplanted else "")
+    good = planted if report.get("settings", {}).get("bugs") else "nothing was found"
     what = {0: good, 1: f"{found} findings", 3: "not every arm gave an answer"}[code]
     failing = f", failed: {', '.join(failed)}" if failed else ""
     return f"{turns:,} turns{where}, {hits:,} of them from the prefix cache: {what}{failing}."
