@@ -6,8 +6,8 @@ import json
 import random
 from dataclasses import asdict, dataclass, replace
 
-# Steps of a session, so that about as many want a seat as there are: with all of them waiting from the start, each would
-# come back after its states were given to others.
+# Steps of a session, so that about as many want a seat as there are: with all of them waiting from the start, each
+# would come back after its states were given to others.
 SPREAD = 400
 KINDS = ("plain", "foreign", "needle")  # own text of the model; non-ASCII text; a fact far in front of its question
 
@@ -82,7 +82,7 @@ def edge_lengths(edges: Edges) -> dict[str, int]:
     found |= {f"sparse {off:+d}": edges.sparse + off for off in range(-1, edges.pool)}
     found |= {f"graph {size} {off:+d}": size + off for size in edges.graphs for off in (0, 1)}
     found |= {"far": edges.far + edges.pool + 1, "far +1": edges.far + edges.pool + 2}
-    return {name: length for name, length in found.items() if 2 <= length <= edges.longest - 1}
+    return {name: length for name, length in found.items() if 1 <= length <= edges.longest - 1}
 
 
 def make_plan(seed: int, sessions: int, edges: Edges, sizes: Sizes = Sizes(), turns: tuple[int, int] = (1, 5)) -> Plan:
