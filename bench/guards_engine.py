@@ -207,7 +207,7 @@ def main() -> None:
     import arms
     import engine
 
-    os.environ |= arm.ENVIRONMENT  # before vLLM is imported
+    arm.settle_environment()
     one, sizes, models = arms.named(order["arm"]), Sizes(**order["sizes"]), Path(order["models"])
     size = {"longest": sizes.longest, "chunk": sizes.step, "seats": max(one.decoding for one in MEASURES.values())}
     # Also on the CPU, where the command can be tried; nothing is written to the log while it is timed.

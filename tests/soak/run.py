@@ -238,12 +238,14 @@ def conclude(orders: list[dict], reports: dict[str, dict], is_gpu: bool) -> tupl
         found = report["findings"] + of_states
         quiet = [states["error"]] if "error" in states else []
         quiet += [] if planted else unexercised(order["arm"], report, is_gpu)
-        good = bool(found) if planted and planted.must_show else not found and not quiet
+        must_show = planted.must_show if planted else False
+        good = bool(found) if must_show else not quiet and (must_show is None or not found)
         text = f"{name}: {report['turns']} turns, {report['hits']} hits, {len(report['findings'])} findings"
         if "states" in states:
             text += f"; {states['states']} states, {states['hits']} after a hit, {len(of_states)} findings"
         if planted:
-            text += f"; planted: {planted.what}" + ("" if planted.must_show else " (nothing may show)")
+            what = {True: "", False: " (nothing may show)", None: " (told only)"}[must_show]
+            text += f"; planted: {planted.what}{what}"
         lines.append(f"{'PASS' if good else 'FAIL'} {'; '.join([text, *quiet])}")
         if not planted or not good:
             lines += [f"  {one['text']}" for one in report["findings"][:10] + of_states[:10]]
@@ -273,10 +275,10 @@ def versions() -> dict[str, str]:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", default="pairwise", help=f"a set ({', '.join(arms.SETS)}) or names, with commas")
-    parser.add_argument("--bugs", help=f"plant instead: all, or of {', '.join(bugs.BUGS)}")
+    parser.add_argument("--bugs", help=f"plant instead: all, guards, or of {', '.join(bugs.BUGS)}")
     parser.add_argument("--plan", type=Path, help="a plan that an earlier soak wrote, in place of seed and sessions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plans", type=int, default=1, help="of each arm, each in its engine, seeds from --seed on")
+    parser.add_argument("--plans", type=int, default=1, help="of each arm, each in its engine; seeds from --seed on")
     parser.add_argument("--judges", type=int, default=1, help="for each kind of KV cache")
     parser.add_argument("--sessions", type=int, default=40, help="of each arm; about three turns each")
     parser.add_argument("--longest", type=int, default=9216, help="tokens of a context; the CPU has 2,048 at most")

@@ -82,7 +82,7 @@ def edge_lengths(edges: Edges) -> dict[str, int]:
     found |= {f"sparse {off:+d}": edges.sparse + off for off in range(-1, edges.pool)}
     found |= {f"graph {size} {off:+d}": size + off for size in edges.graphs for off in (0, 1)}
     found |= {"far": edges.far + edges.pool + 1, "far +1": edges.far + edges.pool + 2}
-    return {name: length for name, length in found.items() if 2 <= length <= edges.longest - 1}
+    return {name: length for name, length in found.items() if 1 <= length <= edges.longest - 1}
 
 
 def make_plan(seed: int, sessions: int, edges: Edges, sizes: Sizes = Sizes(), turns: tuple[int, int] = (1, 5)) -> Plan:

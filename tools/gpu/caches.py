@@ -4,7 +4,8 @@
     python3 tools/gpu/caches.py save DIR     # writes DIR/caches.tar.xz.00, .01, ...
     python3 tools/gpu/caches.py load DIR     # unpacks them into the home folder
 
-TileLang, Triton, vLLM and FlashInfer key these files by GPU, compiler and source: a wrong one is not used.
+TileLang, Triton, torch.compile, vLLM, FlashInfer and the driver key these files by GPU, compiler and source: a wrong
+one is not used.
 """
 
 import argparse
@@ -14,7 +15,11 @@ import sys
 import tarfile
 from pathlib import Path
 
-FOLDERS = (".tilelang", ".triton", ".cache/tilelang", ".cache/vllm", ".cache/flashinfer")
+# DeepGEMM's kernels lie in vLLM's folder, what NVIDIA's driver compiles in .nv.
+FOLDERS = (
+    ".tilelang", ".triton", ".cache/tilelang", ".cache/vllm", ".cache/flashinfer", ".cache/inductor",
+    ".nv/ComputeCache",
+)  # fmt: skip
 PIECE_BYTES = 15 * 2**20
 NAME = "caches.tar.xz"
 
@@ -39,12 +44,13 @@ def save(home: Path, target: Path) -> list[Path]:
 
 
 def load(home: Path, source: Path) -> None:
-    """Raises FileNotFoundError where there is nothing to load, and tarfile's errors for a damaged piece."""
+    """Raises FileNotFoundError where there is nothing, and LZMAError, with nothing unpacked, where bytes are lost."""
     pieces = sorted(source.glob(f"{NAME}.*"))
     if not pieces:
         raise FileNotFoundError(f"{source}: has no {NAME}.00; make it with `save`")
-    packed = io.BytesIO(b"".join(piece.read_bytes() for piece in pieces))
-    with lzma.open(packed) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+    # All of it before the first file: tar stops ahead of the end of the stream, and would not miss that.
+    unpacked = io.BytesIO(lzma.decompress(b"".join(piece.read_bytes() for piece in pieces)))
+    with tarfile.open(fileobj=unpacked) as tar:
         tar.extractall(home, filter="data")
 
 
@@ -59,7 +65,7 @@ def main() -> None:
         else:
             for piece in save(Path.home(), arguments.folder):
                 print(f"{piece}: {piece.stat().st_size:,} bytes")
-    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
+    except (OSError, lzma.LZMAError, tarfile.TarError) as error:
         sys.exit(f"{arguments.what}: {error}")
 
 

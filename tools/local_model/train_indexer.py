@@ -107,6 +107,15 @@ def index_scores(indexer: nn.Module, context: Context, at: torch.Tensor) -> torc
     return mixed.masked_fill(~visible(at, pools, pool), float("-inf"))
 
 
+def divergence(attention: nn.Module, context: Context, at: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the indexer's distribution over pools against the attention's: what training lowers."""
+    indexer = attention.indexer
+    wanted = attention_on_pools(attention, context, at, indexer.index_kpool)
+    wanted = wanted / wanted.sum(-1, keepdim=True).clamp_min(1e-6)
+    scores = index_scores(indexer, context, at).log_softmax(-1)
+    return -(wanted * scores.masked_fill(wanted == 0, 0)).sum(-1).mean()
+
+
 @torch.no_grad()
 def lost_mass(attention: nn.Module, contexts: list[Context], stride: int = 7) -> tuple[float, float, int]:
     """(mean attention that the selection leaves out, share of queries that lose more than MASS, queries)."""
@@ -122,18 +131,14 @@ def lost_mass(attention: nn.Module, contexts: list[Context], stride: int = 7) ->
 
 
 def train(attention: nn.Module, contexts: list[Context], args, log) -> None:
-    indexer = attention.indexer
-    leaves = [parameter.requires_grad_(True) for parameter in indexer.parameters()]
+    leaves = [parameter.requires_grad_(True) for parameter in attention.indexer.parameters()]
     optimizer = torch.optim.AdamW(leaves, lr=args.peak, betas=(0.9, 0.98), weight_decay=0.01)
     generator = torch.Generator().manual_seed(args.seed)
     begin = time.monotonic()
     for step in range(1, args.steps + 1):
         context = contexts[int(torch.randint(len(contexts), (1,), generator=generator))]
         at = torch.randint(256, context.tokens, (args.queries,), generator=generator)
-        wanted = attention_on_pools(attention, context, at, indexer.index_kpool)
-        wanted = wanted / wanted.sum(-1, keepdim=True).clamp_min(1e-6)
-        scores = index_scores(indexer, context, at).log_softmax(-1)
-        loss = -(wanted * scores.masked_fill(wanted == 0, 0)).sum(-1).mean()
+        loss = divergence(attention, context, at)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(leaves, 1.0)

@@ -16,6 +16,9 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "HF_HUB_OFFLINE": "1",
 }
+# torch.compile's cache under the home folder, where tools/gpu/caches.py finds it, and not in /tmp: for what is compiled
+# before vLLM names a folder of its own, which it does not where the model itself is not compiled.
+INDUCTOR = ".cache/inductor"
 
 MAX_LENGTH = 4096
 TOKENS = 16  # new ones of each request
@@ -32,6 +35,15 @@ DEFAULTS = {
     "scheduler_cls": "vllm_exl3.guards.chunk_ends.scheduler",
 }  # fmt: skip
 COUNTERS = {"drafts": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
+
+
+def settle_environment() -> None:
+    """Of this process and those that it starts. A cache that the caller named stays.
+
+    Comes before vLLM and torch's compiler are imported: they read it then, and torch names a folder of its own.
+    """
+    os.environ |= ENVIRONMENT
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / INDUCTOR))
 
 
 def prompts(model: Path, lengths, seed: int) -> list[list[int]]:
@@ -158,7 +170,7 @@ class Clock:
 
 
 def main() -> None:
-    os.environ |= ENVIRONMENT  # before vLLM is imported
+    settle_environment()
     arm = json.loads(sys.argv[1])
     clock, out = Clock(arm["name"]), Path(arm["out"])
     model = Path(arm["model"])
