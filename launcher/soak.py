@@ -289,7 +289,7 @@ def summary(report: Mapping, code: int) -> str:
                 for one in many)  # fmt: skip
     failed = [line.split()[1].rstrip(":") for line in report.get("verdicts", ()) if line.startswith("FAIL")]
     unplanted = sum(" in " in what for what in report.get("not_run", ()))  # "BUG in ARM"
-    planted = "every planted bug showed" + (f", {unplanted} could not be planted here" if unplanted else "")
+    planted = "every planted bug that must show did" + (f", {unplanted} could not be planted here" if unplanted else "")
     good = planted if report.get("settings", {}).get("bugs") else "nothing was found"
     what = {0: good, 1: f"{found} findings", 3: "not every arm gave an answer"}[code]
     failing = f", failed: {', '.join(failed)}" if failed else ""
