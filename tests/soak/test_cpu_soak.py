@@ -89,7 +89,7 @@ def planted(plant, llm):
 
 @pytest.fixture(scope="module")
 def long_soak(both):
-    sessions = -(-TURNS // 3)
+    sessions = TURNS // 3 + 4  # of three turns, where they fit
     plan = both.plan(0, sessions)
     assert plan.turns >= TURNS
     return both.soak(plan)
