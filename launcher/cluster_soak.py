@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -247,4 +246,4 @@ def give_back(config, folder: Path) -> None:
     mount = caches.mount(str(folder), str(folder), writable=True)
     owner = f"{os.getuid()}:{os.getgid()}"
     command = [*caches.PLAIN_RUN, *mount, "--entrypoint", "chown", str(config["IMAGE"]), "-R", owner, str(folder)]
-    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    soak.run_briefly(command)

@@ -39,6 +39,8 @@ AROUND_S = 30
 OVERTIME_S = 90
 ENDED_BY_ITSELF = (0, 1, 2, 3)  # nothing found, findings, wrong usage, an arm gave no answer
 POLL_S = 0.5
+LOW_S = 1.0  # between two looks at the memory that both have to find too little, as memory_guard.py does
+DOCKER_S = 60  # a daemon that hangs must not make the command deaf to Ctrl-C
 LAST_LINES = 15
 
 COVERING = ("", "pairwise", "all")  # --arms that have every pair of choices
@@ -208,7 +210,15 @@ def run(job: Job) -> tuple[int, list[str]]:
 
 def end(job: Job) -> None:
     for command in job.end:
-        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+        run_briefly(command)
+
+
+def run_briefly(command: Sequence[str]) -> None:
+    """For tidying up: a failure is not told over the reason why it is needed, but a hanging daemon is."""
+    try:
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=DOCKER_S)
+    except subprocess.TimeoutExpired:
+        console.say(f"soak: no answer in {DOCKER_S} s, left undone: {' '.join(command)}")
 
 
 def pass_on(process: subprocess.Popen, progress: console.Progress, job: Job) -> list[str]:
@@ -216,10 +226,13 @@ def pass_on(process: subprocess.Popen, progress: console.Progress, job: Job) -> 
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=read_lines, args=(process.stdout, lines), daemon=True).start()
     said: list[str] = []
-    below = 0
+    low_since = None
     while True:
-        below = below + 1 if memory_guard.available_bytes(MEMINFO) < job.guard_gib * GIB else 0
-        if below > 1:  # as memory_guard.py does beside a server
+        if memory_guard.available_bytes(MEMINFO) >= job.guard_gib * GIB:
+            low_since = None
+        elif low_since is None:
+            low_since = time.monotonic()
+        elif time.monotonic() - low_since >= LOW_S:
             raise LauncherError(
                 f"soak: less than the {job.guard_gib:g} GiB of MEMORY_GUARD_GIB were available, so it was ended before "
                 f"the machine hangs; end other programs first.",

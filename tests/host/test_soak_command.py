@@ -362,6 +362,14 @@ def test_it_ends_before_the_machine_has_no_memory_left(machine):
     assert is_gone(machine.seen["pid"])
 
 
+def test_a_daemon_that_does_not_answer_is_told_and_waited_for_no_longer(monkeypatch, capsys):
+    monkeypatch.setattr(soak, "DOCKER_S", 0.2)
+    begin = time.monotonic()
+    soak.run_briefly(["sleep", "20"])
+    said = "".join(capsys.readouterr())
+    assert time.monotonic() - begin < 10 and "no answer in 0.2 s, left undone: sleep 20" in said
+
+
 def test_it_ends_when_it_hangs_beyond_its_time(machine, monkeypatch):
     machine.behave({"hang": True})
     monkeypatch.setattr(soak, "OVERTIME_S", -10_000)

@@ -71,6 +71,12 @@ def test_states_count_beside_tokens_and_their_silence_must_mean_something():
     assert code == FINDINGS and "could not be read" in lines[0]
 
 
+def test_a_plan_from_a_file_may_do_less_than_an_arm_is_there_for():
+    report = GOOD | {"accepted": 0, "counts": {"aborts": 0, "hits": 0}}
+    assert conclude([order() | {"plan": "small.json"}], {ARM: report}, is_gpu=True)[1] == 0
+    assert conclude([order()], {ARM: report}, is_gpu=True)[1] == FINDINGS
+
+
 def test_an_arm_without_a_report_is_no_pass_whatever_others_say():
     other = order("cache-nodrafts-sync-graphs-triton-auto")
     lines, code = conclude([order(), other], {other["name"]: GOOD | {"findings": [FINDING]}}, is_gpu=True)
