@@ -106,9 +106,9 @@ def worst_row(got: torch.Tensor, right: torch.Tensor, noisy=None) -> tuple[float
 def measure(read: Callable[..., State], probes: list[Probe]) -> list[Measured]:
     """`read(tokens)` gives the state after one cold reading, `read(tokens, number)` after one with noise.
 
-    Equal tokens are read once.
+    Equal tokens are read once, as long as there are not too many states to keep.
     """
-    read = functools.cache(read)
+    read = functools.lru_cache(2 * NOISY_READINGS)(read)
     measured = []
     for probe in probes:
         tokens = tuple(probe.tokens)

@@ -53,6 +53,14 @@ def test_a_plan_of_usual_size_has_all_that_agents_do():
     assert any(s.logprobs for s in plan.sessions) and not all(s.logprobs for s in plan.sessions)
 
 
+def test_many_sessions_begin_spread_over_the_run():
+    """All at once, each would come back after its states were given to others, and nothing would hit the cache."""
+    begins = lambda plan: sorted(session.turns[0].wait for session in plan.sessions)
+    many, few = begins(make_plan(0, 400, FULL)), begins(make_plan(0, 4, FULL))
+    assert many[len(many) // 2] > 20 * len(many) and many[-1] > 15_000 and few[-1] < 200
+    assert begins(make_plan(0, 400, FULL, Sizes(start=50)))[-1] < 50
+
+
 def test_what_does_not_fit_is_refused_in_words():
     with pytest.raises(ValueError, match="do not fit into a context of 20"):
         make_plan(0, 1, replace(FULL, longest=20))

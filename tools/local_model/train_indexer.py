@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from dataclasses import dataclass
@@ -50,15 +51,18 @@ class Context:
 
 
 def stream(tokenizer: Tokenizer, samples, choose: random.Random, length: int) -> list[int]:
-    ids: list[int] = []
+    """`length` tokens of conversations one after the other, some of them random tokens."""
+    ids, vocabulary = [], tokenizer.get_vocab_size()
     while len(ids) < length:
         piece = encode(next(samples), tokenizer)[0]
-        ids += [choose.randrange(1024) for _ in piece] if choose.random() < FOREIGN_SHARE else piece
+        ids += [choose.randrange(vocabulary) for _ in piece] if choose.random() < FOREIGN_SHARE else piece
     return ids[:length]
 
 
 @torch.no_grad()
 def read_context(model: nn.Module, attention: nn.Module, ids: list[int]) -> Context:
+    """What the layer before the selection sees of these tokens; layers behind it are not computed."""
+
     def stop(_module, args, kwargs):
         raise Found(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
@@ -160,7 +164,9 @@ def store(path: Path, layer: int, indexer: nn.Module) -> None:
         tensors = load_file(file)
         for name in trained.keys() & tensors.keys():
             tensors[name] = trained[name].to(tensors[name].dtype).contiguous()
-        save_file(tensors, file, metadata={"format": "pt"})
+        new = file.with_suffix(".new")  # so that an interruption leaves the old file whole
+        save_file(tensors, new, metadata={"format": "pt"})
+        os.replace(new, file)
 
 
 def sparse_layer(model: nn.Module) -> tuple[int, nn.Module]:
