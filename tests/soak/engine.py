@@ -106,7 +106,8 @@ def answer(order: dict) -> None:
     llm, words = start_arm(model, platform, one, order), Words(model)
     say("engine is up")
     if plan is None:
-        plan = sessions.make_plan(order["seed"], order["sessions"], edges_of(llm, order["longest"]))
+        edges, first = edges_of(llm, order["longest"]), bugs.BUGS[order["bug"]].edges if order["bug"] else ()
+        plan = sessions.make_plan(order["seed"], order["sessions"], edges, first=first)
     (work / f"{name}.plan.json").write_text(sessions.to_json(plan))
     if order["bug"]:
         bugs.BUGS[order["bug"]].plant(llm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 # Steps of a session, so that about as many want a seat as there are: with all of them waiting from the start, each
@@ -85,8 +86,12 @@ def edge_lengths(edges: Edges) -> dict[str, int]:
     return {name: length for name, length in found.items() if 1 <= length <= edges.longest - 1}
 
 
-def make_plan(seed: int, sessions: int, edges: Edges, sizes: Sizes = Sizes(), turns: tuple[int, int] = (1, 5)) -> Plan:
-    """Every edge is the length of some session's first prompt once there are as many sessions as edges.
+def make_plan(
+    seed: int, sessions: int, edges: Edges, sizes: Sizes = Sizes(), turns: tuple[int, int] = (1, 5),
+    first: Sequence[str] = (),
+) -> Plan:
+    """Every edge is the length of some session's first prompt once there are as many sessions as edges; `first` names
+    those that may be, where it is not empty.
 
     Raises ValueError where the shortest question and answer do not fit into the longest context.
     """
@@ -96,7 +101,7 @@ def make_plan(seed: int, sessions: int, edges: Edges, sizes: Sizes = Sizes(), tu
             f"{edges.longest}; make the context longer or the turns shorter."
         )
     choose = random.Random(seed)
-    names = list(edge_lengths(edges))
+    names = list(first or edge_lengths(edges))
     choose.shuffle(names)
     if sizes.start is None:
         sizes = replace(sizes, start=max(200, SPREAD * sessions // edges.seats))

@@ -86,7 +86,7 @@ def test_an_arm_without_a_report_is_no_pass_whatever_others_say():
 @pytest.mark.parametrize(("bug", "found", "code"), [
     ("other-session", [FINDING], 0), ("other-session", [], FINDINGS),
     ("probe-nan-in-new-blocks", [], 0), ("probe-nan-in-new-blocks", [FINDING], FINDINGS),
-    ("without-decode-rows", [], 0), ("without-decode-rows", [FINDING], 0),
+    ("decode-rows", [], FINDINGS), ("topk-ids", [], 0), ("topk-ids", [FINDING], 0),
 ])  # fmt: skip
 def test_a_planted_bug_must_show_and_a_probe_must_not(bug, found, code):
     assert concluded(bug=bug, findings=found)[1] == code
@@ -131,7 +131,7 @@ def test_every_planted_bug_has_its_arm_and_floor(tmp_path):
     made, lacks = orders(tmp_path, H200, "--bugs", "all")
     assert {one["bug"] for one in made} == {None, *bugs.SETS["all"]} and lacks == {}
     guards = orders(tmp_path, H200, "--bugs", "guards")[0]
-    assert {one["bug"] for one in guards} == {None, *bugs.SETS["guards"]} and len(bugs.SETS["guards"]) == 4
+    assert {one["bug"] for one in guards} == {None, *bugs.SETS["guards"]} and len(bugs.SETS["guards"]) == 6
     assert [one["name"] for one in made if not one["bug"]] == [plain("auto").name]
     assert next(one for one in made if one["bug"] == "chunk-ends")["options"] == {"max_num_batched_tokens": 131}
     assert {one["chunk"] for one in orders(tmp_path, H200)[0]} == {509, 151}

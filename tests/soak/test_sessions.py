@@ -53,6 +53,12 @@ def test_a_plan_of_usual_size_has_all_that_agents_do():
     assert any(s.logprobs for s in plan.sessions) and not all(s.logprobs for s in plan.sessions)
 
 
+def test_first_prompts_may_have_chosen_lengths_only():
+    plan = make_plan(0, 12, FULL, first=["graph 1 +0"])
+    assert {session.prompt_lengths()[0] for session in plan.sessions} == {1}
+    assert max(length for session in plan.sessions for length in session.prompt_lengths()) > FULL.sparse
+
+
 def test_many_sessions_begin_spread_over_the_run():
     """All at once, each would come back after its states were given to others, and nothing would hit the cache."""
     begins = lambda plan: sorted(session.turns[0].wait for session in plan.sessions)
