@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,29 +30,37 @@ def by_guards(on: Any, off: Any) -> dict[str, Any]:
     return {way: on if with_guards else off for way, with_guards in WAYS.items()}
 
 
-class Calls:
-    """Counts calls of the functions, {name: function}, in this thread while entered, whoever calls them."""
+# Where a guard's function is found: name -> (object, attribute)
+Functions = dict[str, tuple[Any, str]]
 
-    def __init__(self, functions: dict[str, Callable]) -> None:
-        self.names = {function.__code__: name for name, function in functions.items()}
-        self.counts = Counter(dict.fromkeys(functions, 0))
 
-    def __enter__(self) -> Counter:
-        sys.setprofile(self._see)
-        return self.counts
+@contextmanager
+def counted(functions: Functions) -> Iterator[Counter]:
+    """Counts calls by name. Not by sys.setprofile: what torch compiled might run another way under it."""
+    counts = Counter(dict.fromkeys(functions, 0))
+    with ExitStack() as stack:
+        for name, (holder, attribute) in functions.items():
+            raw = vars(holder)[attribute] if isinstance(holder, type) else getattr(holder, attribute)
+            stack.callback(setattr, holder, attribute, raw)
+            setattr(holder, attribute, counting(name, raw, counts))
+        yield counts
 
-    def __exit__(self, *_error) -> None:
-        sys.setprofile(None)
 
-    def _see(self, frame, event: str, _argument) -> None:
-        if event == "call" and frame.f_code in self.names:
-            self.counts[self.names[frame.f_code]] += 1
+def counting(name: str, raw: Any, counts: Counter) -> Any:
+    is_static = isinstance(raw, staticmethod)
+    function = raw.__func__ if is_static else raw
+
+    def call(*args, **kwargs):
+        counts[name] += 1
+        return function(*args, **kwargs)
+
+    return staticmethod(call) if is_static else call
 
 
 class Switch:
-    """`places` are what differs, `functions` the guards' own: what must be called with guards and never without."""
+    """`places` are what differs, `functions` are called where guards work and never where they do not."""
 
-    def __init__(self, places: list[Place], functions: dict[str, Callable]) -> None:
+    def __init__(self, places: list[Place], functions: Functions) -> None:
         self.places, self.functions = places, functions
         self.holders: list[tuple[Any, str]] = []  # of CUDA graphs: (object, its attribute that is a dict of them)
         self.graphs: dict[str, list[dict]] = {}  # way -> the dict of each holder
@@ -69,9 +76,7 @@ class Switch:
         for i, (holder, attribute) in enumerate(self.holders):
             setattr(holder, attribute, self.graphs[way][i])
 
-    def capture(
-        self, holders: list[tuple[Any, str]], capture: Callable[[], None], functions: dict[str, Callable]
-    ) -> None:
+    def capture(self, holders: list[tuple[Any, str]], capture: Callable[[], None], functions: Functions) -> None:
         """Let `capture` fill the holders once for each way. `functions` are those of the guards inside of graphs.
 
         Raises SwitchError where it captures nothing, or not the same graphs for each way.
@@ -85,26 +90,25 @@ class Switch:
                 capture()
         keys = [[set(graphs) for graphs in self.graphs[way]] for way in WAYS]
         if not any(keys[0]) or any(one != keys[0] for one in keys):
-            raise SwitchError(
-                f"CUDA graphs: captured {self.counts()}, of {[type(holder).__name__ for holder, _ in holders]}; each "
-                f"way needs the same ones as the start, and some. See capture_model of vLLM's GPU model runner."
-            )
+            names = ", ".join(type(holder).__name__ for holder, _ in holders) or "no holder"
+            raise SwitchError(f"CUDA graphs: captured {self.counts()} in {names}; each way needs the same ones, and "
+                              f"some. See capture_model of vLLM's GPU model runner.")  # fmt: skip
 
     def counts(self) -> dict[str, int]:
         """Way -> number of CUDA graphs; a graph with breaks counts as one."""
         return {way: sum(map(len, graphs)) for way, graphs in self.graphs.items()}
 
     @contextmanager
-    def proof(self, way: str, doing: str, functions: dict[str, Callable] | None = None) -> Iterator[None]:
+    def proof(self, way: str, doing: str, functions: Functions | None = None) -> Iterator[None]:
         """Raises SwitchError if what is done meanwhile calls a guard without guards, or does not call it with them."""
         self.to(way)
-        with Calls(self.functions if functions is None else functions) as counts:
+        with counted(self.functions if functions is None else functions) as counts:
             yield
         self.called[f"{way}, {doing}"] = dict(counts)
         if wrong := [name for name, count in counts.items() if (count > 0) != WAYS[way]]:
             raise SwitchError(
-                f"{way}: {doing} called guards {dict(counts)} times; {', '.join(wrong)} must be "
-                f"{'above' if WAYS[way] else ''} 0. Prompts of over 2,048 tokens make the indexer select."
+                f"{way}: {doing} called guards {dict(counts)} times, but {', '.join(wrong)} must be "
+                f"{'above ' if WAYS[way] else ''}0. Only contexts of over 2,048 tokens make the indexer select."
             )
 
 
@@ -116,14 +120,13 @@ def of_engine(llm, is_cuda: bool, planted_us: float = 0) -> Switch:
 
     `planted_us` makes each step with guards so many microseconds longer.
     """
-    from vllm_exl3.guards import topk_ids
     from vllm_exl3.guards.chunk_ends import WholePools
 
     places = [scheduler_place(llm.llm_engine.engine_core.engine_core.scheduler, planted_us)]
-    functions = {"chunk-ends": WholePools._reserve_prefill_lookahead}
+    functions = {"chunk-ends": (WholePools, "_reserve_prefill_lookahead")}
     if is_cuda:  # the CPU's attention has no indexer
         places += topk_places()
-        functions |= topk_functions(topk_ids)
+        functions |= topk_functions()
     return Switch(places, functions)
 
 
@@ -167,8 +170,9 @@ def topk_places() -> list[Place]:
     from vllm_exl3.guards import topk_ids
 
     ids, expand = sparse_indexer.torch, kpool_compress.expand_pools_and_append_tail
-    is_guard = getattr(expand, "__code__", None) is topk_functions(topk_ids)["topk-ids bounds"].__code__
-    if not isinstance(ids, topk_ids.FilledIds) or not is_guard:
+    # All functions that `bounded` makes have the same code.
+    is_bounded = getattr(expand, "__code__", None) is topk_ids.bounded(len).__code__
+    if not isinstance(ids, topk_ids.FilledIds) or not is_bounded:
         raise SwitchError(f"topk-ids: found {ids} and {expand}, needed what vllm_exl3.guards.topk_ids puts there; "
                           f"start with all guards.")  # fmt: skip
     name = (guards.TOPK_IDS,)
@@ -178,23 +182,28 @@ def topk_places() -> list[Place]:
     ]
 
 
-def topk_functions(topk_ids) -> dict[str, Callable]:
-    # All wrappers that `bounded` makes have the same code, by which calls are counted.
-    return {"topk-ids fills": topk_ids.FilledIds.empty, "topk-ids bounds": topk_ids.bounded(len)}
+def topk_functions() -> Functions:
+    """With the guard in place."""
+    from vllm.models.glm5next.nvidia.ops import kpool_compress
+    from vllm_exl3.guards import topk_ids
+
+    (original,) = kpool_compress.expand_pools_and_append_tail.__closure__  # what the guard calls, and off does not use
+    return {"topk-ids fills": (topk_ids.FilledIds, "empty"), "topk-ids bounds": (original, "cell_contents")}
 
 
 def capture_graphs(llm, switch: Switch) -> None:
     """Capture the CUDA graphs of each way, as vLLM's worker did at the start. No request may be there."""
     from vllm.utils.gc_utils import freeze_gc_heap
-    from vllm_exl3.guards import topk_ids
 
-    runner = llm.collective_rpc(lambda worker: worker)[0].model_runner
+    (worker,) = llm.collective_rpc(lambda worker: worker)
+    runner = worker.model_runner
 
     def capture() -> None:
         with runner.eplb.suppress():
             runner.capture_model()
 
-    switch.capture(graph_holders(runner), capture, topk_functions(topk_ids))
+    switch.to("on")
+    switch.capture(graph_holders(runner), capture, topk_functions())
     freeze_gc_heap()  # as after the start: capturing ended that
 
 

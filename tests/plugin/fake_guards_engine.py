@@ -80,9 +80,12 @@ class FakeTexts:
         return [hash(seed)] * count
 
 
+GUARD = {"guard": (FakeEngine, "guard")}
+
+
 def switch(engine: FakeEngine, off: bool = False) -> Switch:
     """`off` is what the switch's off does to the engine's guard; True is the bug that it does nothing."""
-    return Switch([Place(("fake",), engine, "is_guarded", by_guards(True, off))], {"guard": FakeEngine.guard})
+    return Switch([Place(("fake",), engine, "is_guarded", by_guards(True, off))], GUARD)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """bench/guards.py without a GPU: an engine whose steps take given times, in a process as a real one has it."""
 
+import gc
 import json
 import random
 import statistics
@@ -19,7 +20,7 @@ import fake_guards_engine
 import guard_switch
 import guards
 import paired
-from fake_guards_engine import FakeEngine, FakeTexts
+from fake_guards_engine import GUARD, FakeEngine, FakeTexts
 from guard_switch import WAYS, Place, Switch, SwitchError, by_guards
 from guards_engine import MEASURES, PARTS, PROMPTS, SHORT, TRIED, WARM_STEPS, Player, Sizes
 from paired import LEAST_PAIRS, Comparison, interval
@@ -105,7 +106,7 @@ def test_what_was_timed_before_the_time_was_over_counts(tmp_path, capsys, monkey
     ("fail", "seconds", "words"),
     [("start", "30", ("the engine ended with 1", "no GPU today")), ("turn", "30", ("ended with 1", "out of memory")),
      ("never up", "1", ("the time is over (--seconds 1)",)),
-     ("stuck", "30", ("SwitchError: off: every measure once called guards", "guard must be  0"))],
+     ("stuck", "30", ("SwitchError: off: every measure once called guards", "but guard must be 0"))],
 )  # fmt: skip
 def test_an_engine_that_fails_is_told_with_its_log(tmp_path, capsys, fail, seconds, words):
     assert bench(tmp_path, "--seconds", seconds, fail=fail) == guards.FAILED
@@ -145,7 +146,7 @@ class FakeGraphs:
 
 def captured(engine: FakeEngine, graphs: FakeGraphs) -> Switch:
     switch = fake_guards_engine.switch(engine)
-    switch.capture([(graphs, "graphs")], graphs.capture, {"guard": FakeEngine.guard})
+    switch.capture([(graphs, "graphs")], graphs.capture, GUARD)
     return switch
 
 
@@ -189,10 +190,10 @@ def test_a_switch_that_changes_nothing_is_refused():
         engine.step()
     with pytest.raises(SwitchError, match=r"off: a step called guards .*'guard': 1"), stuck.proof("off", "a step"):
         engine.step()
-    never = Switch([Place(("fake",), engine, "is_guarded", by_guards(False, False))], {"guard": FakeEngine.guard})
-    with pytest.raises(SwitchError, match=r"on: a step .* guard must be above 0"), never.proof("on", "a step"):
+    never = Switch([Place(("fake",), engine, "is_guarded", by_guards(False, False))], GUARD)
+    with pytest.raises(SwitchError, match=r"on: a step .* but guard must be above 0"), never.proof("on", "a step"):
         engine.step()
-    assert sys.getprofile() is None
+    assert FakeEngine.guard.__name__ == "guard"  # nothing counts any longer
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ def test_the_real_scheduler_changes_its_class(made):
 
     run = made(chunk_ends.scheduler)
     switch = Switch([guard_switch.scheduler_place(run.scheduler)],
-                    {"chunk-ends": chunk_ends.WholePools._reserve_prefill_lookahead})  # fmt: skip
+                    {"chunk-ends": (chunk_ends.WholePools, "_reserve_prefill_lookahead")})  # fmt: skip
     assert switch.guards == ["chunk-ends", "state-blocks"]
     changed = ("_reserve_prefill_lookahead", "_preempt_request", "_mamba_block_aligned_split")
     with switch.proof("off", "prompts"):
@@ -257,27 +258,72 @@ def test_a_scheduler_without_guards_is_refused(made, monkeypatch):
         guard_switch.scheduler_place(made(chunk_ends.scheduler).scheduler)
 
 
-def test_pool_ids_are_switched_in_vllm_s_own_modules(made, monkeypatch):
+@pytest.fixture
+def selecting(made, monkeypatch):
+    """Does what the indexer does in vLLM's own modules with the guard in place: one allocation, one expansion."""
     import torch
     from vllm.models.glm5next.nvidia import sparse_indexer
     from vllm.models.glm5next.nvidia.ops import kpool_compress
     from vllm_exl3.guards import topk_ids
 
-    original = kpool_compress.expand_pools_and_append_tail.__wrapped__  # is a Triton kernel
-    monkeypatch.setattr(kpool_compress, original.__name__, topk_ids.bounded(lambda ids, *_: ids))
-    switch = Switch(guard_switch.topk_places(), guard_switch.topk_functions(topk_ids))
+    # For the original, which is a Triton kernel.
+    monkeypatch.setattr(kpool_compress, "expand_pools_and_append_tail", topk_ids.bounded(lambda ids, *_: ids))
 
     def select():
         ids = sparse_indexer.torch.empty((1, 2), dtype=torch.int32).fill_(9)
         return kpool_compress.expand_pools_and_append_tail(ids, torch.tensor([8]), 4).tolist()
 
+    return select
+
+
+def test_pool_ids_are_switched_in_vllm_s_own_modules(selecting):
+    from vllm_exl3.guards import topk_ids
+
+    switch = Switch(guard_switch.topk_places(), guard_switch.topk_functions())
     for way in ("off", "on", "off", "again"):
         with switch.proof(way, "selecting"):
-            assert select() == ([[-1, -1]] if WAYS[way] else [[9, 9]])
+            assert selecting() == ([[-1, -1]] if WAYS[way] else [[9, 9]])
+    assert switch.called["on, selecting"] == {"topk-ids fills": 1, "topk-ids bounds": 1}
+    assert isinstance(vars(topk_ids.FilledIds)["empty"], staticmethod)
     switch.to("off")
     with pytest.raises(SwitchError, match=r"topk-ids: found .*start with all guards"):
         guard_switch.topk_places()
     switch.to("on")
+
+
+def test_graphs_of_a_runner_are_captured_with_guards_and_without(made, selecting):
+    """vLLM's own holders and modules, a runner that only calls them."""
+    from contextlib import nullcontext
+
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+    from vllm_exl3.guards import chunk_ends
+
+    manager = CudaGraphManager.__new__(CudaGraphManager)
+
+    class Runner:
+        eplb = SimpleNamespace(suppress=nullcontext)
+
+        def __init__(self) -> None:
+            self.cudagraph_manager, self.speculator, manager.graphs = manager, None, {1: "the start's"}
+
+        def capture_model(self) -> None:
+            assert 1 not in manager.graphs
+            manager.graphs[1] = selecting()
+
+    worker = SimpleNamespace(model_runner=Runner())
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=made(chunk_ends.scheduler).scheduler))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core), collective_rpc=lambda call: [call(worker)])
+    switch = guard_switch.of_engine(llm, is_cuda=True)
+    assert switch.guards == ["chunk-ends", "state-blocks", "topk-ids"]
+    try:
+        guard_switch.capture_graphs(llm, switch)
+    finally:
+        gc.unfreeze()
+    found = {}
+    for way in ("off", "on", "again"):
+        switch.to(way)
+        found[way] = manager.graphs
+    assert found == {"off": {1: [[9, 9]]}, "on": {1: [[-1, -1]]}, "again": {1: [[-1, -1]]}}
 
 
 def test_holders_of_graphs_are_found_at_the_runner_and_its_speculator(made):
