@@ -226,7 +226,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=Sizes.prompt, help="of each timed prompt")
     parser.add_argument("--new-tokens", type=int, default=Sizes.new, help="of each answer, timed for each way")
     parser.add_argument("--pool-mib", type=int, default=2048, help="the engine's cache")
-    parser.add_argument("--planted", type=float, default=0, metavar="US", help="are added to steps with guards")
+    parser.add_argument("--planted", type=float, default=0, metavar="US", help="microseconds to add to guarded steps")
     parser.add_argument("--work", type=Path, default=Path("/tmp/guards-bench"), help="models and the log")
     parser.add_argument("--draft-models", type=Path, default=ROOT / "models" / "local-drafts")
     parser.add_argument("--commit", help="where git is not there to say it")
