@@ -1,9 +1,6 @@
-"""One engine of bench/guards.py, in a process of its own: starts vLLM, then works when it is told to, and times that.
+"""The engine of bench/guards.py, in a process of its own: starts vLLM, then works as it is told to, and times that.
 
 A line of JSON on stdin is a turn, a line on stdout what it took; logs go to stderr. It ends where stdin ends.
-
-All engines of a comparison run on the same few CPUs, which is no loss, since one works at a time: on CPUs of their own
-equal engines would differ by how far those are from the GPU, and by more than guards cost.
 """
 
 from __future__ import annotations
@@ -13,18 +10,22 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from guard_switch import WAYS, Switch, capture_graphs, of_engine
+
 ROOT = Path(__file__).resolve().parents[1]
 
-PARTS = 4  # turns of one measure in a round; between them other engines have theirs
+PARTS = 4  # turns of each way at one measure in a round
 SHORT = 32  # tokens of a prompt whose answer is timed
 PROMPTS = 3  # long ones of a turn
-WARM_STEPS = 4  # untimed, when a turn begins: another engine had the GPU and the processor's caches
+WARM_STEPS = 4  # untimed, when a turn begins: another way had the GPU's and the processor's caches
+MOST_ROWS = 8  # tokens that a request may get of a step: 7 drafts and one more
+TRIED = 40  # tokens of the answer that all ways should give alike
 IDLE_STEPS = 5_000
-CPUS = 4  # of each engine: one thread works, others wait or log
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Sizes:
 
     @property
     def longest(self) -> int:
-        """Tokens of a context: room for what is decoded untimed, and beside prompts, with 7 drafts a step."""
-        return max(self.prompt, self.new + 512) + 64
+        """Tokens of a context: room for what one request decodes while all ways have all their turns."""
+        # A step may read half of what it could: vLLM ends chunks on blocks of the state.
+        beside = WARM_STEPS + 2 + PROMPTS * (1 + 2 * self.prompt // self.step)
+        return max(self.prompt, len(WAYS) * (self.new + PARTS * MOST_ROWS * beside)) + 64
 
 
 class Texts:
@@ -81,45 +84,67 @@ def sampling(tokens: int):
 
 
 class Player:
-    """Takes turns with one engine. A turn is part 0, 1, ... of a measure in a round, and parts come in order.
+    """Takes turns with one engine. A turn is part 0, 1, ... of a measure in a round, for one of WAYS; what decodes is
+    the same for all turns of a measure in a round, whose turns follow each other.
 
     `engine` is vLLM's LLMEngine, `clock` gives seconds.
     """
 
     def __init__(
-        self, engine, texts: Texts, sizes: Sizes, sampling=sampling, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.engine, self.texts, self.sizes, self.sampling, self.clock = engine, texts, sizes, sampling, clock
+        self, engine, switch: Switch, texts: Texts, sizes: Sizes, sampling=sampling,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self.engine, self.switch, self.texts, self.sizes = engine, switch, texts, sizes
+        self.sampling, self.clock = sampling, clock
         self.decoding: list[str] = []
+        self.begun: tuple[str, int] | None = None  # whose requests decode
         self.number = self.steps = 0
 
-    def play(self, measure: str, round: int, part: int) -> dict:
+    def play(self, measure: str, round: int, part: int, way: str) -> dict:
         """{"tokens", "seconds", "steps"} of what was timed."""
-        what, seed = MEASURES[measure], f"{measure} {round} {part}"
-        if part == 0:
-            self._begin_answers(what.decoding, seed)
+        self.switch.to(way)
+        what = MEASURES[measure]
+        if self.begun != (measure, round):
+            self.begun = (measure, round)
+            self._begin_answers(what.decoding, f"{measure} {round}")
         for _ in range(WARM_STEPS if what.decoding else 0):
             self._step()
-        timed = self._read(seed) if what.reads else self._decode(what.decoding * self.sizes.new // PARTS)
-        if part == PARTS - 1:
-            self.engine.abort_request(self.decoding)
-            self.decoding = []
-        return timed
+        if what.reads:  # a way that read what another one did would find it in the prefix cache
+            return self._read(f"{measure} {round} {part} {way}")
+        return self._decode(what.decoding * self.sizes.new // PARTS)
 
-    def warm(self) -> None:
-        """Every measure once: kernels are compiled at their first use."""
-        for measure in MEASURES:
-            print(f"the engine is up and tries {measure!r}", file=sys.stderr, flush=True)
-            for part in range(PARTS):
-                self.play(measure, -1, part)
+    def warm(self) -> dict[str, bool]:
+        """Every measure once for each way: kernels are compiled at their first use. Raises SwitchError where guards
+        work without being switched on, or not though they are. Says of each way whether it answers as the first one."""
+        said = {}
+        for way in WAYS:
+            print(f"the engine is up and tries the way {way!r}", file=sys.stderr, flush=True)
+            with self.switch.proof(way, "every measure once"):
+                said[way] = self._answer("the same for all ways")
+                for measure in MEASURES:
+                    self.play(measure, -1, 0, way)
+            self._end_answers()
+        return {way: tokens == said["on"] for way, tokens in said.items()}
+
+    def _answer(self, seed: str) -> list[int]:
+        self._ask(self.texts.short(seed), TRIED)
+        tokens: list[int] = []
+        while len(tokens) < TRIED:
+            tokens += [token for output in self._step() for token in output.outputs[0].token_ids]
+        return tokens
 
     def _begin_answers(self, seats: int, seed: str) -> None:
-        """Prompts are read before anything is timed."""
+        """In the place of those that decoded until now. Prompts are read before anything is timed."""
+        self._end_answers()
         room = self.sizes.longest - SHORT - 8
         self.decoding = [self._ask(self.texts.short(f"{seed} {seat}"), room) for seat in range(seats)]
         begun: set[str] = set()
         while len(begun) < seats:
             begun |= {output.request_id for output in self._step() if output.outputs[0].token_ids}
+
+    def _end_answers(self) -> None:
+        self.engine.abort_request(self.decoding)
+        self.decoding = []
 
     def _decode(self, wanted: int) -> dict:
         tokens, steps, begin = 0, self.steps, self.clock()
@@ -163,31 +188,12 @@ class Player:
         return outputs
 
 
-def common_cpus(allowed: set[int], system: Path = Path("/sys/devices/system")) -> set[int]:
-    """Some of the fastest CPUs of one NUMA node: the same for each process that may use the same ones."""
-
-    def of(cpu: int, file: str) -> int:
-        path = system / "cpu" / f"cpu{cpu}" / file
-        return int(path.read_text()) if path.is_file() else 0
-
-    # Not each kind of machine tells both; where none is told, all CPUs are alike.
-    speed = {cpu: (of(cpu, "cpu_capacity"), of(cpu, "cpufreq/cpuinfo_max_freq")) for cpu in allowed}
-    order = sorted(allowed, key=lambda cpu: (*(-one for one in speed[cpu]), cpu))
-    nodes = [node.name for node in (system / "cpu" / f"cpu{order[0]}").glob("node[0-9]*")]
-    near = [cpu for cpu in order if all((system / "cpu" / f"cpu{cpu}" / node).exists() for node in nodes)]
-    return set(near[:CPUS])
-
-
-def pin() -> list[int]:
-    """Before anything is imported: threads have the CPUs of the one that starts them."""
-    os.sched_setaffinity(0, common_cpus(os.sched_getaffinity(0)))
-    return sorted(os.sched_getaffinity(0))
-
-
 def serve(player: Player, about: dict, turns: Iterable[str], reply: Callable[[dict], None]) -> None:
-    """`about` says once that the engine is up; then one reply for each turn."""
-    player.warm()
-    reply(about)
+    """`about` says once that the engine is up, with what proves that it switches; then one reply for each turn."""
+    answers = player.warm()
+    switch = player.switch
+    reply(about | {"switched": switch.guards, "calls": switch.called, "graphs": switch.counts(),
+                   "answers_as_on": answers})  # fmt: skip
     for turn in turns:
         reply(player.play(**json.loads(turn)))
 
@@ -199,9 +205,8 @@ def replies() -> Callable[[dict], None]:
     return lambda said: print(json.dumps(said), file=stream)
 
 
-def main() -> None:
-    cpus = pin()
-    reply, order = replies(), json.loads(sys.argv[1])
+def start(order: dict) -> tuple[Player, dict]:
+    """(the player of an engine that vLLM started, what it says of itself)."""
     sys.path += [str(ROOT / folder) for folder in ("tests/soak", "tests/gpu/engine", ".")]
     import arm
     import arms
@@ -209,22 +214,30 @@ def main() -> None:
 
     arm.settle_environment()
     one, sizes, models = arms.named(order["arm"]), Sizes(**order["sizes"]), Path(order["models"])
+    platform = arms.Platform(**order["platform"])
     size = {"longest": sizes.longest, "chunk": sizes.step, "seats": max(one.decoding for one in MEASURES.values())}
     # Also on the CPU, where the command can be tried; nothing is written to the log while it is timed.
     options = {"scheduler_cls": arm.DEFAULTS["scheduler_cls"], "disable_log_stats": True}
-    start = size | {"models": order["models"], "plain": False, "pool_mib": order["pool_mib"], "tp": 1,
+    begin = size | {"models": order["models"], "plain": False, "pool_mib": order["pool_mib"], "tp": 1,
                     "options": options}  # fmt: skip
-    llm = engine.start_arm(models / arms.model_of(one), arms.Platform(**order["platform"]), one, start)
-    from vllm_exl3.switches import switches
+    llm = engine.start_arm(models / arms.model_of(one), platform, one, begin)
+    switch = of_engine(llm, platform.name == "cuda", order["planted_us"])
+    if one.mode == "graphs" and platform.name == "cuda":
+        capture_graphs(llm, switch)
+    about = {"schedulers": {way: made.__name__ for way, made in switch.places[0].values.items()}}
+    return Player(llm.llm_engine, switch, Texts(models / "local"), sizes), about
 
-    about = {"guards_off": switches().guards_off, "scheduler": type(scheduler_of(llm)).__name__, "cpus": cpus}
-    serve(Player(llm.llm_engine, Texts(models / "local"), sizes), about, sys.stdin, reply)
+
+def main() -> None:
+    reply = replies()
+    try:
+        player, about = start(json.loads(sys.argv[1]))
+        serve(player, about, sys.stdin, reply)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # what vLLM says at exit would hide it
     os._exit(0)  # nothing that vLLM does at exit is timed
-
-
-def scheduler_of(llm):
-    """vLLM's, of an engine in this process."""
-    return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 @dataclass(frozen=True)
 class Comparison:
     """One measure. Rates in tokens/s, entry i of each list taken within the same few seconds: with all guards, without
-    any, and with all guards in another process, which shows what two equal engines differ by."""
+    any, and with all guards again, which shows what two equal ways differ by."""
 
     name: str
     bar: float  # the share of throughput that the guards may cost
@@ -50,6 +50,13 @@ class Comparison:
         return self.ratio >= 1 - self.bar
 
     @property
+    def word(self) -> str:
+        """PASS or FAIL by the median; NONE where pairs are too few, or two equal ways differ by more than the bar."""
+        if not self.is_enough or abs(self.control - 1) > self.bar:
+            return "NONE"
+        return "PASS" if self.holds else "FAIL"
+
+    @property
     def range(self) -> tuple[float, float]:
         return interval(ratios(self.on, self.off))
 
@@ -64,7 +71,7 @@ class Comparison:
         if high - low > self.bar:
             found.append(f"the interval is {high - low:.1%} wide, more than the bar: more --seconds narrow it")
         if abs(self.control - 1) > self.bar:
-            found.append(f"two equal engines differ by {abs(self.control - 1):.1%}, more than the bar: run it again")
+            found.append(f"two equal ways differ by {abs(self.control - 1):.1%}, more than the bar: run it again")
         return found
 
     def verdict(self) -> str:
@@ -72,11 +79,11 @@ class Comparison:
             return f"NONE {self.name}: {len(self.on)} pairs, {LEAST_PAIRS} are needed; give it more --seconds"
         low, high = self.range
         text = f"{self.name}: on/off {self.ratio:.4f} (95 %: {low:.4f} to {high:.4f}), {1 - self.bar:.2f} needed"
-        return "; ".join([f"{'PASS' if self.holds else 'FAIL'} {text}", *self.doubts()])
+        return "; ".join([f"{self.word} {text}", *self.doubts()])
 
     def numbers(self) -> dict:
         return {
-            "name": self.name, "bar": self.bar, "pairs": len(self.on), "holds": self.holds, "ratio": self.ratio,
+            "name": self.name, "bar": self.bar, "pairs": len(self.on), "verdict": self.word, "ratio": self.ratio,
             "range": self.range, "control": self.control, "control_range": self.control_range, "doubts": self.doubts(),
             "rates": {"on": self.on, "off": self.off, "again": self.again},
         }  # fmt: skip
@@ -95,4 +102,4 @@ def _cells(one: Comparison) -> list[str]:
     spans = [f"{low:.4f} to {high:.4f}" for low, high in (one.range, one.control_range)]
     rates = [f"{statistics.median(values):.0f}" for values in (one.on, one.off)]
     return [one.name, *rates, f"{one.ratio:.4f}", spans[0], f"{one.control:.4f}", spans[1], str(len(one.on)),
-            f"{1 - one.bar:.2f}", "PASS" if one.holds else "FAIL"]  # fmt: skip
+            f"{1 - one.bar:.2f}", one.word]  # fmt: skip

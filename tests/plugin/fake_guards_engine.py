@@ -1,12 +1,10 @@
 """Stands in for bench/guards_engine.py in its tests: an engine without a model, whose steps take given times.
 
 Its first argument is JSON: "step_ms", "guard_ms" (more for a step with guards), "sleeps" (else its clock only counts
-steps), "turns" (a file for when each turn was), "fail" ("start", "turn", "never up", "same guards", "other
-CPUs", "hang in round 3").
+steps), "turns" (a file for when each turn was), "fail" ("start", "turn", "never up", "stuck", "hang in round 3").
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -15,15 +13,20 @@ from types import SimpleNamespace
 sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("bench", "overlay")]
 
 import guards_engine
+from guard_switch import Place, Switch, by_guards
 from guards_engine import Player, Sizes
 
 
 class FakeEngine:
     """vLLM's LLMEngine as far as Player uses it. Prompts share a step of `chunk` tokens in order; each request that
-    decodes gets one token a step."""
+    decodes gets one token a step. Starts with its guard, which takes `guard_s` of each step."""
 
-    def __init__(self, chunk: int = 2048, step_s: float = 0.0, sleeps: bool = False, cached: int = 0) -> None:
-        self.chunk, self.step_s, self.sleeps, self.cached = chunk, step_s, sleeps, cached
+    is_guarded = True
+
+    def __init__(
+        self, chunk: int = 2048, step_s: float = 0.0, sleeps: bool = False, cached: int = 0, guard_s: float = 0.0
+    ) -> None:
+        self.chunk, self.step_s, self.sleeps, self.cached, self.guard_s = chunk, step_s, sleeps, cached, guard_s
         self.requests: dict[str, list[int]] = {}  # name -> tokens of the prompt left, new ones left
         self.now, self.prompts = 0.0, []
 
@@ -38,10 +41,18 @@ class FakeEngine:
         for name in names:
             del self.requests[name]
 
-    def step(self) -> list:
-        self.now += self.step_s
+    def work(self, seconds: float) -> None:
+        self.now += seconds
         if self.sleeps:
-            time.sleep(self.step_s)
+            time.sleep(seconds)
+
+    def guard(self) -> None:
+        self.work(self.guard_s)
+
+    def step(self) -> list:
+        self.work(self.step_s)
+        if self.is_guarded:
+            self.guard()
         budget, outputs = self.chunk, []
         for name, left in list(self.requests.items()):
             read = min(budget, left[0])
@@ -69,38 +80,42 @@ class FakeTexts:
         return [hash(seed)] * count
 
 
+GUARD = {"guard": (FakeEngine, "guard")}
+
+
+def switch(engine: FakeEngine, off: bool = False) -> Switch:
+    """`off` is what the switch's off does to the engine's guard; True is the bug that it does nothing."""
+    return Switch([Place(("fake",), engine, "is_guarded", by_guards(True, off))], GUARD)
+
+
 def main() -> None:
-    cpus = guards_engine.pin()
     reply, setting, order = guards_engine.replies(), json.loads(sys.argv[1]), json.loads(sys.argv[2])
-    off, fail = os.environ["EXL3_GUARDS_OFF"], setting.get("fail")
-    if fail == "start" and off:
+    fail = setting.get("fail")
+    if fail == "start":
         sys.exit("vLLM: no GPU today")
     if fail == "never up":
         time.sleep(60)
-    milliseconds = setting.get("step_ms", 1.0) + (0 if off else setting.get("guard_ms", 0.0))
-    engine = FakeEngine(step_s=milliseconds / 1e3, sleeps=setting.get("sleeps", False))
-    player = Player(engine, FakeTexts(), Sizes(**order["sizes"]), sampling=lambda tokens: tokens, clock=engine.clock)
+    step_s, guard_s = (setting.get(name, default) / 1e3 for name, default in (("step_ms", 1.0), ("guard_ms", 0.0)))
+    engine = FakeEngine(step_s=step_s, guard_s=guard_s, sleeps=setting.get("sleeps", False))
+    player = Player(engine, switch(engine, fail == "stuck"), FakeTexts(), Sizes(**order["sizes"]),
+                    sampling=lambda tokens: tokens, clock=engine.clock)  # fmt: skip
     play = player.play
 
-    def noted(measure: str, round: int, part: int) -> dict:
-        if fail == "turn" and round == 0 and not off:
+    def noted(measure: str, round: int, part: int, way: str) -> dict:
+        if fail == "turn" and round == 0 and way == "off":
             raise RuntimeError("out of memory")
         if fail == "hang in round 3" and round == 2:
             time.sleep(60)
         begin = time.monotonic()
-        timed = play(measure, round, part)
+        timed = play(measure, round, part, way)
         if round >= 0 and "turns" in setting:
             with open(setting["turns"], "a") as file:
-                print(begin, time.monotonic(), off or "on", os.getpid(), file=file)
+                print(begin, time.monotonic(), way, engine.is_guarded, file=file)
         return timed
 
     player.play = noted
     print("what vLLM prints to stdout is no reply")
-    off = "" if fail == "same guards" else off
-    cpus = [*cpus, 999] if off and fail == "other CPUs" else cpus
-    about = {"guards_off": off.split(",") if off else [], "scheduler": "Scheduler" if off else "PoolScheduler"}
-    about["cpus"] = cpus
-    guards_engine.serve(player, about, sys.stdin, reply)
+    guards_engine.serve(player, {"schedulers": {}}, sys.stdin, reply)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,28 @@
-"""bench/guards.py without a GPU: engines whose steps take given times, in processes that take turns as real ones do."""
+"""bench/guards.py without a GPU: an engine whose steps take given times, in a process as a real one has it."""
 
+import gc
 import json
 import random
 import statistics
-import subprocess
 import sys
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1] / "bench"), str(HERE)]
 
+import fake_guards_engine
+import guard_switch
 import guards
 import paired
-from fake_guards_engine import FakeEngine, FakeTexts
-from guards_engine import MEASURES, PARTS, PROMPTS, SHORT, WARM_STEPS, Player, Sizes, common_cpus
+from fake_guards_engine import GUARD, FakeEngine, FakeTexts
+from guard_switch import WAYS, Place, Switch, SwitchError, by_guards
+from guards_engine import MEASURES, PARTS, PROMPTS, SHORT, TRIED, WARM_STEPS, Player, Sizes
 from paired import LEAST_PAIRS, Comparison, interval
 
 
@@ -47,6 +52,9 @@ def test_guards_that_cost_nothing_pass(tmp_path, capsys):
     assert by_name["decode 8"]["rates"]["on"] == pytest.approx([8000.0] * 2 * PARTS)  # a step takes 1 ms
     assert report["tokens_per_step"]["decode 8"] == {"on": 8.0, "off": 8.0, "again": 8.0}
     assert report["exit_code"] == 0 and report["versions"]["commit"] == "abc123"
+    assert report["engine"]["switched"] == ["fake"] and all(report["engine"]["answers_as_on"].values())
+    called = {what.split(",")[0]: counts["guard"] for what, counts in report["engine"]["calls"].items()}
+    assert called["on"] > 0 and called["again"] > 0 and called["off"] == 0
     assert report["command"].startswith("python3 bench/guards.py --work")
 
 
@@ -63,21 +71,23 @@ def test_a_guard_that_sleeps_fails_every_bar(tmp_path, capsys):
     sizes = "--new-tokens", "12", "--prompt-tokens", "4000"
     assert bench(tmp_path, "--seconds", "60", *sizes, step_ms=1.0, guard_ms=1.0, sleeps=True) == guards.MISSED
     _, by_name = numbers(tmp_path)
-    assert not any(one["holds"] for one in by_name.values())
+    assert {one["verdict"] for one in by_name.values()} <= {"FAIL", "NONE"}
     assert all(0.4 < one["ratio"] < 0.9 for one in by_name.values())
 
 
-def test_one_engine_works_at_a_time_and_in_all_orders(tmp_path):
+def test_ways_take_turns_in_all_orders(tmp_path):
     turns = tmp_path / "turns"
     bench(tmp_path, "--seconds", "30", turns=str(turns))
     told = [line.split() for line in turns.read_text().splitlines()]
     spans = [(float(begin), float(end)) for begin, end, _, _ in told]
     assert len(spans) == 2 * len(MEASURES) * PARTS * 3
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-    workers = [worker for _, _, _, worker in told]
-    orders = Counter(tuple(workers[i : i + 3]) for i in range(0, len(workers), 3))
+    ways = [way for _, _, way, _ in told]
+    orders = Counter(tuple(ways[i : i + 3]) for i in range(0, len(ways), 3))
     assert len(orders) == 6 and max(orders.values()) - min(orders.values()) <= 1
-    assert len({off for _, _, off, _ in told}) == 2
+    assert {(way, is_guarded) for _, _, way, is_guarded in told} == {
+        ("on", "True"), ("off", "False"), ("again", "True"),
+    }  # fmt: skip
 
 
 def test_a_time_that_is_too_short_gives_no_verdict(tmp_path, capsys):
@@ -94,10 +104,9 @@ def test_what_was_timed_before_the_time_was_over_counts(tmp_path, capsys, monkey
 
 @pytest.mark.parametrize(
     ("fail", "seconds", "words"),
-    [("start", "30", ("off: ended with 1", "no GPU today")), ("turn", "30", ("ended with 1", "out of memory")),
+    [("start", "30", ("the engine ended with 1", "no GPU today")), ("turn", "30", ("ended with 1", "out of memory")),
      ("never up", "1", ("the time is over (--seconds 1)",)),
-     ("same guards", "30", ("off: is without the guards []", "expected chunk-ends")),
-     ("other CPUs", "30", ("engines run on the CPUs", "999]", "all must run on the same ones"))],
+     ("stuck", "30", ("SwitchError: off: every measure once called guards", "but guard must be 0"))],
 )  # fmt: skip
 def test_an_engine_that_fails_is_told_with_its_log(tmp_path, capsys, fail, seconds, words):
     assert bench(tmp_path, "--seconds", seconds, fail=fail) == guards.FAILED
@@ -105,52 +114,229 @@ def test_an_engine_that_fails_is_told_with_its_log(tmp_path, capsys, fail, secon
     assert all(word in told for word in words) and not (tmp_path / "guards.json").exists()
 
 
-def test_wrong_usage_is_told(tmp_path, capsys):
+def test_wrong_usage_is_told(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
-        guards.arguments(["--drafts", "mtp3", "--draft-models", str(tmp_path / "none")])
+        guards.arguments(["--drafts", "dflash7", "--draft-models", str(tmp_path / "none")])
     assert "none: no such folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        guards.arguments(["--drafts", "mtp3"])
+    assert "invalid choice: 'mtp3'" in capsys.readouterr().err
+    monkeypatch.setenv("EXL3_GUARDS_OFF", "topk-ids")
+    with pytest.raises(SystemExit) as ended:
+        guards.arguments(["--work", str(tmp_path)])
+    assert ended.value.code == guards.USAGE and "EXL3_GUARDS_OFF is topk-ids" in capsys.readouterr().err
 
 
-# CPUs
+# Switching
 
 
-def machine(tmp_path, nodes: dict[int, set[int]], **speeds: dict[int, int]) -> Path:
-    """/sys/devices/system of a machine with such CPUs on its NUMA nodes, and what it tells of their speeds."""
-    for node, cpus in nodes.items():
-        for cpu in cpus:
-            (tmp_path / "cpu" / f"cpu{cpu}" / f"node{node}").mkdir(parents=True)
-    for file, told in speeds.items():
-        for cpu, speed in told.items():
-            (tmp_path / "cpu" / f"cpu{cpu}" / file).write_text(f"{speed}\n")
-    return tmp_path
+class FakeGraphs:
+    """A holder of graphs, as vLLM's are: a graph is what ran while it was captured."""
+
+    def __init__(self, engine: FakeEngine, sizes=(1, 2, 4)) -> None:
+        self.engine, self.sizes, self.graphs = engine, sizes, {}
+        self.capture()
+
+    def capture(self) -> None:
+        for size in self.sizes:
+            assert size not in self.graphs, "captured already"
+            self.engine.step()
+            self.graphs[size] = f"guarded {self.engine.is_guarded}, of {id(self.graphs)}"
 
 
-def test_all_engines_of_a_machine_run_on_the_same_few_cpus_of_one_node(tmp_path):
-    interleaved = machine(tmp_path, {0: set(range(0, 32, 2)), 1: set(range(1, 32, 2))})
-    assert common_cpus(set(range(32)), interleaved) == {0, 2, 4, 6}
-    assert common_cpus({3, 4, 5, 7, 30}, interleaved) == {3, 5, 7}  # a container's
-    assert common_cpus({5, 9}, tmp_path / "none") == {5, 9}
+def captured(engine: FakeEngine, graphs: FakeGraphs) -> Switch:
+    switch = fake_guards_engine.switch(engine)
+    switch.capture([(graphs, "graphs")], graphs.capture, GUARD)
+    return switch
 
 
-def test_engines_run_on_the_fastest_cpus_where_they_differ(tmp_path):
-    fast = {*range(5, 10), *range(15, 20)}
-    told = {cpu: 1024 if cpu in fast else 718 for cpu in range(20)}
-    assert common_cpus(set(told), machine(tmp_path, {0: set(told)}, cpu_capacity=told)) == {5, 6, 7, 8}
+def test_each_way_has_graphs_of_its_own():
+    engine = FakeEngine()
+    graphs = FakeGraphs(engine)
+    first, switch = graphs.graphs, captured(engine, graphs)
+    found = {}
+    for way in (*WAYS, *WAYS):
+        switch.to(way)
+        assert engine.is_guarded is WAYS[way] and found.setdefault(way, graphs.graphs) is graphs.graphs
+        assert {graph.split(",")[0] for graph in graphs.graphs.values()} == {f"guarded {WAYS[way]}"}
+    assert len({id(one) for one in found.values()}) == 3 and switch.graphs["start"] == [first]
+    assert switch.counts() == {"start": 3, "on": 3, "off": 3, "again": 3}
+    assert switch.called["off, capturing graphs"] == {"guard": 0}
+    assert switch.called["on, capturing graphs"] == {"guard": 3}
 
 
-def test_what_an_engine_imports_has_its_cpus():
-    """Nothing that starts threads may be there before: they would keep all CPUs."""
-    code = """
-import os, sys, threading
-import guards_engine
-assert not {"numpy", "torch", "vllm"} & set(sys.modules)
-guards_engine.CPUS = 1
-pinned, seen = guards_engine.pin(), []
-thread = threading.Thread(target=lambda: seen.append(sorted(os.sched_getaffinity(0))))
-thread.start(), thread.join()
-assert len(pinned) == 1 and seen == [pinned], (pinned, seen)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(guards.__file__).parent)
+def test_a_capture_that_is_not_the_same_for_all_ways_is_refused():
+    engine = FakeEngine()
+    graphs = FakeGraphs(engine)
+    capture = graphs.capture
+
+    def fewer() -> None:
+        graphs.sizes = (1, 2) if not engine.is_guarded else (1, 2, 4)
+        capture()
+
+    graphs.capture = fewer
+    with pytest.raises(SwitchError, match="'off': 2, 'again': 3"):
+        captured(engine, graphs)
+    graphs.capture = lambda: engine.step()
+    with pytest.raises(SwitchError, match="'on': 0"):
+        captured(engine, graphs)
+
+
+def test_a_switch_that_changes_nothing_is_refused():
+    """Planted: off leaves the guard, and on does not bring it back."""
+    engine = FakeEngine()
+    stuck = fake_guards_engine.switch(engine, off=True)
+    with stuck.proof("on", "a step"):
+        engine.step()
+    with pytest.raises(SwitchError, match=r"off: a step called guards .*'guard': 1"), stuck.proof("off", "a step"):
+        engine.step()
+    never = Switch([Place(("fake",), engine, "is_guarded", by_guards(False, False))], GUARD)
+    with pytest.raises(SwitchError, match=r"on: a step .* but guard must be above 0"), never.proof("on", "a step"):
+        engine.step()
+    assert FakeEngine.guard.__name__ == "guard"  # nothing counts any longer
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Makes schedulers as an engine does, with vLLM's own classes."""
+    pytest.importorskip("vllm")
+    from schedulers import Case, engine_config, start
+
+    config = engine_config()
+    return lambda make: start(make, config, Case(budget=310))
+
+
+def chunk_ends_of(run) -> list[int]:
+    before = len(run.chunks)
+    run.add("one", [1] * 1000, 1), run.add("two", [2] * 1000, 1)
+    ends = [chunk.start + chunk.count for chunk in run.finish()[before:] if chunk.prefill]
+    return [end for end in ends if end < 1000]
+
+
+def test_the_real_scheduler_changes_its_class(made):
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm_exl3.guards import chunk_ends
+
+    run = made(chunk_ends.scheduler)
+    switch = Switch([guard_switch.scheduler_place(run.scheduler)],
+                    {"chunk-ends": (chunk_ends.WholePools, "_reserve_prefill_lookahead")})  # fmt: skip
+    assert switch.guards == ["chunk-ends", "state-blocks"]
+    changed = ("_reserve_prefill_lookahead", "_preempt_request", "_mamba_block_aligned_split")
+    with switch.proof("off", "prompts"):
+        assert all(getattr(type(run.scheduler), name) is getattr(Scheduler, name) for name in (*changed, "schedule"))
+        assert any(end % 4 for end in chunk_ends_of(run))
+    off = type(run.scheduler)
+    with switch.proof("again", "prompts"):
+        assert all(getattr(type(run.scheduler), name) is not getattr(off, name) for name in changed)
+        ends = chunk_ends_of(run)
+    assert ends and not any(end % 4 for end in ends)
+
+
+def test_a_planted_cost_is_in_each_step_with_guards(made):
+    from vllm_exl3.guards import chunk_ends
+
+    run = made(chunk_ends.scheduler)
+    switch = Switch([guard_switch.scheduler_place(run.scheduler, planted_us=20_000)], {})
+    took = {}
+    for way in WAYS:
+        switch.to(way)
+        begin = time.perf_counter()
+        run.scheduler.schedule()
+        took[way] = time.perf_counter() - begin
+    assert min(took["on"], took["again"]) >= 0.02 > took["off"]
+
+
+def test_a_scheduler_without_guards_is_refused(made, monkeypatch):
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm_exl3 import switches
+    from vllm_exl3.guards import chunk_ends
+
+    with pytest.raises(SwitchError, match=r"scheduler: found .*Scheduler.*start with all guards"):
+        guard_switch.scheduler_place(made(Scheduler).scheduler)
+    monkeypatch.setattr(chunk_ends, "switches", lambda: switches.parse({"EXL3_GUARDS_OFF": "state-blocks"}))
+    with pytest.raises(SwitchError, match="start with all guards"):
+        guard_switch.scheduler_place(made(chunk_ends.scheduler).scheduler)
+
+
+@pytest.fixture
+def selecting(made, monkeypatch):
+    """Does what the indexer does in vLLM's own modules with the guard in place: one allocation, one expansion."""
+    import torch
+    from vllm.models.glm5next.nvidia import sparse_indexer
+    from vllm.models.glm5next.nvidia.ops import kpool_compress
+    from vllm_exl3.guards import topk_ids
+
+    # For the original, which is a Triton kernel.
+    monkeypatch.setattr(kpool_compress, "expand_pools_and_append_tail", topk_ids.bounded(lambda ids, *_: ids))
+
+    def select():
+        ids = sparse_indexer.torch.empty((1, 2), dtype=torch.int32).fill_(9)
+        return kpool_compress.expand_pools_and_append_tail(ids, torch.tensor([8]), 4).tolist()
+
+    return select
+
+
+def test_pool_ids_are_switched_in_vllm_s_own_modules(selecting):
+    from vllm_exl3.guards import topk_ids
+
+    switch = Switch(guard_switch.topk_places(), guard_switch.topk_functions())
+    for way in ("off", "on", "off", "again"):
+        with switch.proof(way, "selecting"):
+            assert selecting() == ([[-1, -1]] if WAYS[way] else [[9, 9]])
+    assert switch.called["on, selecting"] == {"topk-ids fills": 1, "topk-ids bounds": 1}
+    assert isinstance(vars(topk_ids.FilledIds)["empty"], staticmethod)
+    switch.to("off")
+    with pytest.raises(SwitchError, match=r"topk-ids: found .*start with all guards"):
+        guard_switch.topk_places()
+    switch.to("on")
+
+
+def test_graphs_of_a_runner_are_captured_with_guards_and_without(made, selecting):
+    """vLLM's own holders and modules, a runner that only calls them."""
+    from contextlib import nullcontext
+
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+    from vllm_exl3.guards import chunk_ends
+
+    manager = CudaGraphManager.__new__(CudaGraphManager)
+
+    class Runner:
+        eplb = SimpleNamespace(suppress=nullcontext)
+
+        def __init__(self) -> None:
+            self.cudagraph_manager, self.speculator, manager.graphs = manager, None, {1: "the start's"}
+
+        def capture_model(self) -> None:
+            assert 1 not in manager.graphs
+            manager.graphs[1] = selecting()
+
+    worker = SimpleNamespace(model_runner=Runner())
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=made(chunk_ends.scheduler).scheduler))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core), collective_rpc=lambda call: [call(worker)])
+    switch = guard_switch.of_engine(llm, is_cuda=True)
+    assert switch.guards == ["chunk-ends", "state-blocks", "topk-ids"]
+    try:
+        guard_switch.capture_graphs(llm, switch)
+    finally:
+        gc.unfreeze()
+    found = {}
+    for way in ("off", "on", "again"):
+        switch.to(way)
+        found[way] = manager.graphs
+    assert found == {"off": {1: [[9, 9]]}, "on": {1: [[-1, -1]]}, "again": {1: [[-1, -1]]}}
+
+
+def test_holders_of_graphs_are_found_at_the_runner_and_its_speculator(made):
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    managers = [CudaGraphManager.__new__(CudaGraphManager) for _ in range(2)]
+    runner = SimpleNamespace(cudagraph_manager=managers[0], speculator=SimpleNamespace(query=managers[1], other=1))
+    assert guard_switch.graph_holders(runner)[:2] == [(one, "graphs") for one in managers]
+    wrapper = CUDAGraphWrapper.__new__(CUDAGraphWrapper)
+    CUDAGraphWrapper._all_instances.add(wrapper)
+    found = guard_switch.graph_holders(SimpleNamespace(cudagraph_manager=managers[0], speculator=None))
+    assert found[0] == (managers[0], "graphs") and found[-1] == (wrapper, "concrete_cudagraph_entries")
 
 
 # One engine
@@ -158,28 +344,62 @@ assert len(pinned) == 1 and seen == [pinned], (pinned, seen)
 
 def player(engine=None, **sizes):
     engine = engine or FakeEngine(step_s=0.5)
-    return Player(engine, FakeTexts(), Sizes(**sizes), sampling=lambda tokens: tokens, clock=engine.clock)
+    switch = fake_guards_engine.switch(engine)
+    return Player(engine, switch, FakeTexts(), Sizes(**sizes), sampling=lambda tokens: tokens, clock=engine.clock)
 
 
-def test_decoding_is_timed_from_warm_steps_on_and_ends_with_its_last_part():
-    one = player(new=40)
-    timed = [one.play("decode 8", 0, part) for part in range(PARTS)]
-    assert timed == [{"tokens": 80, "seconds": 5.0, "steps": 10}] * PARTS
-    assert one.steps == 1 + PARTS * (WARM_STEPS + 10) and not one.engine.requests
+def round_of(one: Player, measure: str, round: int = 0) -> list[dict]:
+    return [one.play(measure, round, part, way) for part in range(PARTS) for way in WAYS]
+
+
+def test_decoding_is_timed_from_warm_steps_on_over_the_same_requests_for_all_ways():
+    one, turns = player(new=40), PARTS * len(WAYS)
+    assert round_of(one, "decode 8") == [{"tokens": 80, "seconds": 5.0, "steps": 10}] * turns
+    assert one.steps == 1 + turns * (WARM_STEPS + 10) and len(one.engine.requests) == 8
     assert len(one.engine.prompts) == 8 and {len(prompt) for prompt in one.engine.prompts} == {SHORT}
+    round_of(one, "decode 8", 1), round_of(one, "decode 1", 1)
+    assert len(one.engine.prompts) == 8 + 8 + 1 and len(one.engine.requests) == 1
+
+
+def test_a_round_fits_into_a_context():
+    """With as many tokens a step as 7 drafts can give."""
+    for sizes in (Sizes(), Sizes(prompt=500, new=3000), Sizes(prompt=20_000, new=10)):
+        one = player(FakeEngine(chunk=sizes.step // 2), prompt=sizes.prompt, new=sizes.new)
+        before = one.steps
+        round_of(one, "prefill beside 7")
+        untimed = 8 * WARM_STEPS * PARTS * len(WAYS)
+        spoken = {"prefill beside 7": 8 * (one.steps - before), "decode 8": len(WAYS) * sizes.new + untimed}
+        assert SHORT + 8 + max(spoken.values()) < sizes.longest, (sizes, spoken)
+
+
+def test_every_way_is_tried_first_and_answers_alike():
+    one = player(new=8, prompt=100)
+    assert one.warm() == dict.fromkeys(WAYS, True) and not one.engine.requests
+    assert len(one.engine.prompts) == len(WAYS) * (1 + 1 + 8 + 4 + 7 + 4)
+
+    step = one.engine.step
+
+    def garbage() -> list:
+        outputs = step()
+        for output in outputs:
+            output.outputs[0].token_ids = [7 if one.engine.is_guarded else 8]
+        return outputs
+
+    one.engine.step = garbage
+    assert one.warm() == {"on": True, "off": False, "again": True} and TRIED > 8
 
 
 def test_prompts_are_timed_without_the_first_one_and_no_two_are_equal():
     one = player(FakeEngine(step_s=0.5, chunk=1000), prompt=4000, step=1000)
     for round in (0, 1):
-        timed = [one.play("prefill", round, part) for part in range(PARTS)]
-        assert timed == [{"tokens": PROMPTS * 4000, "seconds": 6.0, "steps": 12}] * PARTS
-    assert len({tuple(prompt) for prompt in one.engine.prompts}) == 2 * PARTS * (1 + PROMPTS)
+        timed = round_of(one, "prefill", round)
+        assert timed == [{"tokens": PROMPTS * 4000, "seconds": 6.0, "steps": 12}] * PARTS * len(WAYS)
+    assert len({tuple(prompt) for prompt in one.engine.prompts}) == 2 * PARTS * len(WAYS) * (1 + PROMPTS)
 
 
 def test_prompts_beside_others_are_read_while_those_decode():
     one = player(prompt=4096)
-    one.play("prefill beside 7", 0, 0)
+    one.play("prefill beside 7", 0, 0, "off")
     assert len(one.engine.requests) == 7
     left = {tuple(request) for request in one.engine.requests.values()}
     assert left == {(0, one.sizes.longest - SHORT - 8 - one.steps)}  # each step gave each of them a token
@@ -187,22 +407,22 @@ def test_prompts_beside_others_are_read_while_those_decode():
 
 def test_what_would_spoil_a_time_is_refused():
     with pytest.raises(RuntimeError, match="5 tokens of its prompt came from the prefix cache"):
-        player(FakeEngine(cached=5)).play("prefill", 0, 0)
+        player(FakeEngine(cached=5)).play("prefill", 0, 0, "on")
     short = player(prompt=100, new=4)
     short.sampling = lambda tokens: 6
     with pytest.raises(RuntimeError, match="ended while others were timed"):
-        short.play("decode 1", 0, 0), short.play("decode 1", 0, 1)
+        short.play("decode 1", 0, 0, "on"), short.play("decode 1", 0, 0, "off")
     stuck = player()
     stuck.engine.step = list
     with pytest.raises(RuntimeError, match="no request moved"):
-        stuck.play("prefill", 0, 0)
+        stuck.play("prefill", 0, 0, "on")
 
 
 # What pairs say
 
 
 def noisy(seed: int, cost: float, noise: float = 0.01, pairs: int = 24) -> Comparison:
-    """Throughput falls by half while it is measured, for all engines alike; each rate has its own noise."""
+    """Throughput falls by half while it is measured, for all ways alike; each rate has its own noise."""
     chance = random.Random(seed)
     fall = [1000 * (1 - i / 2 / pairs) for i in range(pairs)]
     on, off, again = ([rate * share * chance.gauss(1, noise) for rate in fall] for share in (1 - cost, 1, 1 - cost))
@@ -217,17 +437,22 @@ def test_the_interval_holds_the_truth_and_the_verdict_follows_the_median():
 
 
 def test_pairs_are_neighbours_in_time():
-    """Planted: pairs out of order, which a drift of all engines then moves by more than any bar."""
+    """Planted: pairs out of order, which a drift of all ways then moves by more than any bar."""
     one = noisy(0, cost=0.0, noise=0.001)
     assert one.range[1] - one.range[0] < 0.002 and one.doubts() == []
     shuffled = Comparison(one.name, one.bar, one.on, one.off[::-1], one.again)
     assert shuffled.range[1] - shuffled.range[0] > 0.1 and "wide, more than the bar" in shuffled.verdict()
 
 
-def test_equal_engines_that_differ_are_told():
-    one = noisy(1, cost=0.0, noise=0.001)
+@pytest.mark.parametrize("cost", [0.0, 0.03])
+def test_equal_ways_that_differ_give_no_verdict(cost):
+    one = noisy(1, cost, noise=0.001)
     odd = Comparison(one.name, one.bar, one.on, one.off, [rate * 0.97 for rate in one.again])
-    assert "two equal engines differ by 3" in odd.verdict() and odd.verdict().startswith("PASS")
+    assert one.word == ("FAIL" if cost else "PASS") and odd.word == odd.numbers()["verdict"] == "NONE"
+    assert odd.verdict().startswith("NONE decode 1") and "two equal ways differ by 3" in odd.verdict()
+    assert [guards.conclude(found) for found in ([one], [one, odd])] == [
+        guards.MISSED if cost else 0, guards.FAILED,
+    ]  # fmt: skip
 
 
 def test_the_bar_is_the_medians():
