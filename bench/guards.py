@@ -1,22 +1,21 @@
-"""What the plugin's guards cost: one engine, in which they are switched off and on again between turns.
+"""What the plugin's guards cost: one engine, in which they are switched off and on again all the time.
 
     PYTHONPATH=overlay:. python3 bench/guards.py                  # as the product starts it: CUDA graphs, no drafts
     PYTHONPATH=overlay:. python3 bench/guards.py --mode eager
     PYTHONPATH=overlay:. python3 bench/guards.py --drafts dflash7
 
-The ways "on", "off" and "again", which is "on" once more and shows how much two equal ways differ, take turns of a
-fraction of a second, in all orders. Only the guards differ: each way has CUDA graphs of its own, weights, caches and
-what decodes are the same. Not switched are block-sizes, which works at the start only, and decode-rows, which changes
-nothing on SM90 and SM12x with the drafts to choose from. It needs what the engine proof needs
-(tests/gpu/engine/README.md). Prints progress, a verdict for each measure and a table for RESULTS.md, and writes JSON.
-Ends with 0 if every bar holds, 1 if one is missed, 2 for wrong usage, 3 if the engine failed, time was too short, or
-two equal ways differ by more than a bar.
+The ways "on", "off" and "again", which is "on" once more and shows how much two equal ways differ, alternate at each
+step that decodes and at each prompt, in all orders. Only the guards differ: each way has CUDA graphs of its own, while
+weights, caches and what decodes are the same. Not switched are block-sizes, which works at the start only, and
+decode-rows, which changes nothing on SM90 and SM12x with the drafts to choose from. It needs what the engine proof
+needs (tests/gpu/engine/README.md). Prints progress, a verdict for each measure and a table for RESULTS.md, and writes
+JSON. Ends with 0 if every bar holds, 1 if one is missed, 2 for wrong usage, 3 if the engine failed, time was too short,
+or two equal ways differ by more than a bar.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shlex
@@ -36,14 +35,12 @@ sys.path += [str(HERE), *(str(ROOT / folder) for folder in ("tests/soak", "tests
 import arms
 import run as soak
 from guard_switch import WAYS
-from guards_engine import MEASURES, PARTS, Sizes
+from guards_engine import MEASURES, Sizes
 from paired import Comparison, table
 from prove import Proof
 
 MISSED, USAGE, FAILED = 1, 2, 3
 DRAFTS = ("none", "dflash7")  # with others decode-rows would work, which cannot be switched
-# Every order, so that each way has every place and comes after each other one equally often.
-ORDERS = list(itertools.permutations(WAYS))
 PROGRAM = [sys.executable, "-u", str(HERE / "guards_engine.py")]
 PROGRESS_S = 15
 END_S = 5  # of --seconds, for the report
@@ -110,24 +107,22 @@ def wait_until_up(engine: Engine, say: Callable[[str], None]) -> dict:
 def take_turns(
     engine: Engine, pairs: list[dict], rounds: int, seconds_left: Callable[[], float], say: Callable[[str], None]
 ) -> None:
-    """Append to `pairs` one dict for each part of a measure, {"measure", "round", "part", way: {"tokens", "seconds",
-    "steps"}}, until the rounds are done or no other measure fits into the time."""
-    orders, longest = itertools.cycle(ORDERS), 0.0
+    """Append to `pairs` one dict for each group of a measure, {"measure", way: {"tokens", "seconds", "steps"}}, until
+    the rounds are done or no other turn fits into the time."""
+    longest = 0.0
     for round in range(rounds):
         for measure in MEASURES:
             before = seconds_left()
             if before < longest:
                 return
-            for part in range(PARTS):
-                turn = {"measure": measure, "round": round, "part": part}
-                pairs.append(turn | {way: engine.play(**turn, way=way) for way in next(orders)})
+            pairs += [{"measure": measure} | group for group in engine.play(measure=measure, round=round)]
             longest = max(longest, before - seconds_left())
-        last = {pair["measure"]: rate(pair["on"]) for pair in pairs}
-        say(f"round {round + 1}, tokens/s: " + ", ".join(f"{name} {value:.0f}" for name, value in last.items()))
+        if is_power_of_two(round + 1):
+            say(f"round {round + 1}: " + "; ".join(one.brief() for one in compare(pairs)))
 
 
-def rate(timed: dict) -> float:
-    return timed["tokens"] / timed["seconds"]
+def is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 # Telling
@@ -135,14 +130,23 @@ def rate(timed: dict) -> float:
 
 def compare(pairs: list[dict]) -> list[Comparison]:
     return [
-        Comparison(name, measure.bar, *([rate(pair[way]) for pair in pairs if pair["measure"] == name]
-                                        for way in WAYS))
-        for name, measure in MEASURES.items()
-    ]  # fmt: skip
+        Comparison(name, measure.bar, *(rates(pairs, name, way) for way in WAYS)) for name, measure in MEASURES.items()
+    ]
+
+
+def rates(pairs: list[dict], measure: str, way: str) -> list[float]:
+    """In tokens/s. A step counts as many tokens as one does on average, for all ways alike: how many drafts happen to
+    be accepted in it is nothing that guards cost."""
+    groups = [pair for pair in pairs if pair["measure"] == measure]
+    timed = [group[one] for group in groups for one in WAYS]
+    each = sum(one["tokens"] for one in timed) / max(1, sum(one["steps"] for one in timed))
+    if MEASURES[measure].reads:
+        return [group[way]["tokens"] / group[way]["seconds"] for group in groups]
+    return [each * group[way]["steps"] / group[way]["seconds"] for group in groups]
 
 
 def tokens_per_step(pairs: list[dict]) -> dict[str, dict[str, float]]:
-    """By measure and way. Where drafts are accepted differently, throughput differs for another reason than work."""
+    """By measure and way. Where ways differ, they accept drafts differently."""
 
     def of(measure: str, way: str) -> float:
         timed = [pair[way] for pair in pairs if pair["measure"] == measure]
@@ -169,7 +173,7 @@ def device() -> str:
 
 def start_engine(args: argparse.Namespace, program: list[str]) -> Engine:
     arm = arms.Arm("cache", args.drafts, "sync", args.mode, "triton", "auto")
-    sizes = Sizes(args.prompt_tokens, args.new_tokens)
+    sizes = Sizes(args.prompt_tokens)
     order = {"arm": arm.name, "models": str(make_models(args, sizes.longest)), "pool_mib": args.pool_mib,
              "platform": asdict(soak.gpu_platform()), "sizes": asdict(sizes), "planted_us": args.planted}  # fmt: skip
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -224,7 +228,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=240, help="for all of it, the engine's start included")
     parser.add_argument("--rounds", type=int, default=1000, help="ends after so many, too")
     parser.add_argument("--prompt-tokens", type=int, default=Sizes.prompt, help="of each timed prompt")
-    parser.add_argument("--new-tokens", type=int, default=Sizes.new, help="of each answer, timed for each way")
     parser.add_argument("--pool-mib", type=int, default=2048, help="the engine's cache")
     parser.add_argument("--planted", type=float, default=0, metavar="US", help="microseconds to add to guarded steps")
     parser.add_argument("--work", type=Path, default=Path("/tmp/guards-bench"), help="models and the log")
@@ -255,7 +258,7 @@ def main(argv: list[str] | None = None, program: list[str] = PROGRAM) -> int:
     args.json.write_text(json.dumps({
         "command": args.command, "device": device(), "versions": versions, "engine": about, "exit_code": code,
         "measures": [one.numbers() for one in comparisons if one.is_enough],
-        "tokens_per_step": tokens_per_step(pairs), "turns": pairs,
+        "tokens_per_step": tokens_per_step(pairs),
     }, indent=1) + "\n")  # fmt: skip
     print(*(one.verdict() for one in comparisons), "", sep="\n")
     print(f"`{args.command}`, {device()}, {', '.join(f'{name} {value}' for name, value in versions.items())}\n")

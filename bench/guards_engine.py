@@ -5,6 +5,7 @@ A line of JSON on stdin is a turn, a line on stdout what it took; logs go to std
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -19,10 +20,8 @@ from guard_switch import WAYS, Switch, capture_graphs, of_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PARTS = 4  # turns of each way at one measure in a round
 SHORT = 32  # tokens of a prompt whose answer is timed
-PROMPTS = 3  # long ones of a turn
-WARM_STEPS = 4  # untimed, when a turn begins: another way had the GPU's and the processor's caches
+WARM_STEPS = 4  # untimed for each way, when the requests that decode are new
 MOST_ROWS = 8  # tokens that a request may get of a step: 7 drafts and one more
 TRIED = 40  # tokens of the answer that all ways should give alike
 IDLE_STEPS = 5_000
@@ -33,28 +32,31 @@ class Measure:
     bar: float  # of the issue: the share of throughput that all guards together may cost
     decoding: int  # requests that decode
     reads: bool  # whether prompts are timed, beside what decodes, or the decoding itself
+    groups: int  # of a turn: one prompt, or one step, in each way
 
 
 MEASURES = {
-    "decode 1": Measure(0.01, 1, False),
-    "decode 8": Measure(0.01, 8, False),
-    "prefill": Measure(0.02, 0, True),
-    "prefill beside 7": Measure(0.02, 7, True),  # what they leave of a step is cut to whole pools
+    "decode 1": Measure(0.01, 1, False, 60),
+    "decode 8": Measure(0.01, 8, False, 60),
+    "prefill": Measure(0.02, 0, True, 6),
+    "prefill beside 7": Measure(0.02, 7, True, 6),  # what they leave of a step is cut to whole pools
 }
+# Every order, so that each way has every place and comes after each other one equally often.
+ORDERS = list(itertools.permutations(WAYS))
 
 
 @dataclass(frozen=True)
 class Sizes:
     prompt: int = 8000  # tokens of a prompt that is timed
-    new: int = 300  # timed tokens of each request that decodes
     step: int = 2048  # tokens of a step
 
     @property
     def longest(self) -> int:
-        """Tokens of a context: room for what one request decodes while all ways have all their turns."""
+        """Tokens of a context: room for what one request decodes in a turn."""
         # A step may read half of what it could: vLLM ends chunks on blocks of the state.
-        beside = WARM_STEPS + 2 + PROMPTS * (1 + 2 * self.prompt // self.step)
-        return max(self.prompt, len(WAYS) * (self.new + PARTS * MOST_ROWS * beside)) + 64
+        steps = {True: 2 + 2 * self.prompt // self.step, False: 1}
+        most = max(len(WAYS) * (WARM_STEPS + one.groups * steps[one.reads]) for one in MEASURES.values())
+        return max(self.prompt, MOST_ROWS * most) + SHORT + 64
 
 
 class Texts:
@@ -84,8 +86,8 @@ def sampling(tokens: int):
 
 
 class Player:
-    """Takes turns with one engine. A turn is part 0, 1, ... of a measure in a round, for one of WAYS; what decodes is
-    the same for all turns of a measure in a round, whose turns follow each other.
+    """Takes turns with one engine. In a turn the ways of a measure alternate as fast as they can, at each prompt or
+    step, since what slows a machine down lasts longer; what decodes is the same for all ways.
 
     `engine` is vLLM's LLMEngine, `clock` gives seconds.
     """
@@ -96,33 +98,40 @@ class Player:
     ) -> None:  # fmt: skip
         self.engine, self.switch, self.texts, self.sizes = engine, switch, texts, sizes
         self.sampling, self.clock = sampling, clock
+        self.orders = itertools.cycle(ORDERS)
         self.decoding: list[str] = []
-        self.begun: tuple[str, int] | None = None  # whose requests decode
         self.number = self.steps = 0
 
-    def play(self, measure: str, round: int, part: int, way: str) -> dict:
-        """{"tokens", "seconds", "steps"} of what was timed."""
+    def play(self, measure: str, round: int) -> list[dict[str, dict]]:
+        """For each group, way -> {"tokens", "seconds", "steps"}."""
+        what, seed = MEASURES[measure], f"{measure} {round}"
+        self._begin_answers(what.decoding, seed)
+        for way in WAYS:
+            self.switch.to(way)
+            for _ in range(WARM_STEPS if what.decoding else 0):
+                self._step()
+        return [{way: self._time(what, f"{seed} {group} {way}", way) for way in next(self.orders)}
+                for group in range(what.groups)]  # fmt: skip
+
+    def _time(self, what: Measure, seed: str, way: str) -> dict:
         self.switch.to(way)
-        what = MEASURES[measure]
-        if self.begun != (measure, round):
-            self.begun = (measure, round)
-            self._begin_answers(what.decoding, f"{measure} {round}")
-        for _ in range(WARM_STEPS if what.decoding else 0):
-            self._step()
-        if what.reads:  # a way that read what another one did would find it in the prefix cache
-            return self._read(f"{measure} {round} {part} {way}")
-        return self._decode(what.decoding * self.sizes.new // PARTS)
+        # A way that read what another one did would find it in the prefix cache.
+        prompt = self.texts.long(seed, self.sizes.prompt) if what.reads else None
+        steps, begin = self.steps, self.clock()
+        tokens = self._read(prompt) if prompt else sum(len(output.outputs[0].token_ids) for output in self._step())
+        return {"tokens": tokens, "seconds": self.clock() - begin, "steps": self.steps - steps}
 
     def warm(self) -> dict[str, bool]:
-        """Every measure once for each way: kernels are compiled at their first use. Raises SwitchError where guards
-        work without being switched on, or not though they are. Says of each way whether it answers as the first one."""
+        """Every measure for each way: kernels are compiled at their first use. Raises SwitchError where guards work
+        without being switched on, or not though they are. Says of each way whether it answers as the first one."""
         said = {}
         for way in WAYS:
             print(f"the engine is up and tries the way {way!r}", file=sys.stderr, flush=True)
             with self.switch.proof(way, "every measure once"):
                 said[way] = self._answer("the same for all ways")
-                for measure in MEASURES:
-                    self.play(measure, -1, 0, way)
+                for name, what in MEASURES.items():
+                    self._begin_answers(what.decoding, name)
+                    self._time(what, f"{name} {way}", way)
             self._end_answers()
         return {way: tokens == said["on"] for way, tokens in said.items()}
 
@@ -146,24 +155,11 @@ class Player:
         self.engine.abort_request(self.decoding)
         self.decoding = []
 
-    def _decode(self, wanted: int) -> dict:
-        tokens, steps, begin = 0, self.steps, self.clock()
-        while tokens < wanted:
-            tokens += sum(len(output.outputs[0].token_ids) for output in self._step())
-        return {"tokens": tokens, "seconds": self.clock() - begin, "steps": self.steps - steps}
-
-    def _read(self, seed: str) -> dict:
-        """One prompt of a few steps untimed, then the timed ones, all in the queue at once."""
-        self._read_all([self.texts.long(f"{seed} first", min(self.sizes.prompt, self.sizes.step))])
-        return self._read_all([self.texts.long(f"{seed} {i}", self.sizes.prompt) for i in range(PROMPTS)])
-
-    def _read_all(self, prompts: list[list[int]]) -> dict:
-        for prompt in prompts:
-            self._ask(prompt, 1)
-        left, steps, begin = len(prompts), self.steps, self.clock()
-        while left:
-            left -= sum(output.finished for output in self._step())
-        return {"tokens": sum(map(len, prompts)), "seconds": self.clock() - begin, "steps": self.steps - steps}
+    def _read(self, prompt: list[int]) -> int:
+        name, is_read = self._ask(prompt, 1), False
+        while not is_read:
+            is_read = any(output.request_id.split("-")[0] == name for output in self._step())
+        return len(prompt)
 
     def _ask(self, prompt: list[int], tokens: int) -> str:
         self.number += 1

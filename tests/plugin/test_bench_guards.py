@@ -7,7 +7,6 @@ import statistics
 import sys
 import time
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,13 +21,13 @@ import guards
 import paired
 from fake_guards_engine import GUARD, FakeEngine, FakeTexts
 from guard_switch import WAYS, Place, Switch, SwitchError, by_guards
-from guards_engine import MEASURES, PARTS, PROMPTS, SHORT, TRIED, WARM_STEPS, Player, Sizes
+from guards_engine import MEASURES, ORDERS, SHORT, TRIED, WARM_STEPS, Player, Sizes
 from paired import LEAST_PAIRS, Comparison, interval
 
 
 def bench(tmp_path, *arguments, **setting):
-    """Exit code of the whole command with fake engines; two rounds are as many pairs as a verdict needs."""
-    argv = ["--work", str(tmp_path), "--json", str(tmp_path / "guards.json"), "--rounds", "2", *arguments]
+    """Exit code of the whole command with fake engines; five rounds are as many pairs as a verdict needs."""
+    argv = ["--work", str(tmp_path), "--json", str(tmp_path / "guards.json"), "--rounds", "5", *arguments]
     program = [sys.executable, "-u", str(HERE / "fake_guards_engine.py"), json.dumps(setting)]
     return guards.main(argv, program)
 
@@ -49,7 +48,7 @@ def test_guards_that_cost_nothing_pass(tmp_path, capsys):
         f"| {name}" for name in MEASURES
     ]
     assert {one["ratio"] for one in by_name.values()} == {one["control"] for one in by_name.values()} == {1.0}
-    assert by_name["decode 8"]["rates"]["on"] == pytest.approx([8000.0] * 2 * PARTS)  # a step takes 1 ms
+    assert by_name["decode 8"]["rates"]["on"] == pytest.approx([8000.0] * 5 * 60)  # a step takes 1 ms
     assert report["tokens_per_step"]["decode 8"] == {"on": 8.0, "off": 8.0, "again": 8.0}
     assert report["exit_code"] == 0 and report["versions"]["commit"] == "abc123"
     assert report["engine"]["switched"] == ["fake"] and all(report["engine"]["answers_as_on"].values())
@@ -68,38 +67,23 @@ def test_a_guard_that_costs_more_than_a_bar_fails_that_bar_only(tmp_path, capsys
 
 
 def test_a_guard_that_sleeps_fails_every_bar(tmp_path, capsys):
-    sizes = "--new-tokens", "12", "--prompt-tokens", "4000"
-    assert bench(tmp_path, "--seconds", "60", *sizes, step_ms=1.0, guard_ms=1.0, sleeps=True) == guards.MISSED
+    sizes = "--rounds", "3", "--prompt-tokens", "4000"
+    assert bench(tmp_path, "--seconds", "60", *sizes, step_ms=1.0, guard_ms=1.0, sleeps=True, groups=10) in (1, 3)
     _, by_name = numbers(tmp_path)
     assert {one["verdict"] for one in by_name.values()} <= {"FAIL", "NONE"}
     assert all(0.4 < one["ratio"] < 0.9 for one in by_name.values())
 
 
-def test_ways_take_turns_in_all_orders(tmp_path):
-    turns = tmp_path / "turns"
-    bench(tmp_path, "--seconds", "30", turns=str(turns))
-    told = [line.split() for line in turns.read_text().splitlines()]
-    spans = [(float(begin), float(end)) for begin, end, _, _ in told]
-    assert len(spans) == 2 * len(MEASURES) * PARTS * 3
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-    ways = [way for _, _, way, _ in told]
-    orders = Counter(tuple(ways[i : i + 3]) for i in range(0, len(ways), 3))
-    assert len(orders) == 6 and max(orders.values()) - min(orders.values()) <= 1
-    assert {(way, is_guarded) for _, _, way, is_guarded in told} == {
-        ("on", "True"), ("off", "False"), ("again", "True"),
-    }  # fmt: skip
-
-
 def test_a_time_that_is_too_short_gives_no_verdict(tmp_path, capsys):
     assert bench(tmp_path, "--rounds", "1", "--seconds", "30") == guards.FAILED
-    assert f"NONE decode 1: {PARTS} pairs, {LEAST_PAIRS} are needed" in capsys.readouterr().out
+    assert f"NONE prefill: 6 pairs, {LEAST_PAIRS} are needed" in capsys.readouterr().out
 
 
 def test_what_was_timed_before_the_time_was_over_counts(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(guards, "END_S", 0)
-    assert bench(tmp_path, "--seconds", "2.5", "--rounds", "9", fail="hang in round 3") == 0
+    assert bench(tmp_path, "--seconds", "2.5", "--rounds", "9", fail="hang in round 6") == 0
     assert "the time is over within a turn" in capsys.readouterr().out
-    assert numbers(tmp_path)[1]["prefill"]["pairs"] == 2 * PARTS
+    assert numbers(tmp_path)[1]["prefill"]["pairs"] == 5 * 6
 
 
 @pytest.mark.parametrize(
@@ -348,34 +332,41 @@ def player(engine=None, **sizes):
     return Player(engine, switch, FakeTexts(), Sizes(**sizes), sampling=lambda tokens: tokens, clock=engine.clock)
 
 
-def round_of(one: Player, measure: str, round: int = 0) -> list[dict]:
-    return [one.play(measure, round, part, way) for part in range(PARTS) for way in WAYS]
-
-
-def test_decoding_is_timed_from_warm_steps_on_over_the_same_requests_for_all_ways():
-    one, turns = player(new=40), PARTS * len(WAYS)
-    assert round_of(one, "decode 8") == [{"tokens": 80, "seconds": 5.0, "steps": 10}] * turns
-    assert one.steps == 1 + turns * (WARM_STEPS + 10) and len(one.engine.requests) == 8
+def test_each_step_that_decodes_is_timed_over_the_same_requests_for_all_ways():
+    one, groups = player(), MEASURES["decode 8"].groups
+    assert one.play("decode 8", 0) == [{way: {"tokens": 8, "seconds": 0.5, "steps": 1} for way in WAYS}] * groups
+    assert one.steps == 1 + len(WAYS) * (WARM_STEPS + groups) and len(one.engine.requests) == 8
     assert len(one.engine.prompts) == 8 and {len(prompt) for prompt in one.engine.prompts} == {SHORT}
-    round_of(one, "decode 8", 1), round_of(one, "decode 1", 1)
+    one.play("decode 8", 1), one.play("decode 1", 1)
     assert len(one.engine.prompts) == 8 + 8 + 1 and len(one.engine.requests) == 1
 
 
-def test_a_round_fits_into_a_context():
+def test_ways_alternate_in_all_orders_with_their_guards():
+    one, seen = player(), []
+    step = one.engine.step
+    to = one.switch.to
+    one.switch.to = lambda way: (seen.append([way, []]), to(way))
+    one.engine.step = lambda: (seen[-1][1].append(one.engine.is_guarded) if seen else None, step())[1]
+    one.play("decode 1", 0)
+    assert all(guarded == [WAYS[way]] * len(guarded) and guarded for way, guarded in seen)
+    timed = [way for way, _ in seen[len(WAYS) :]]
+    orders = Counter(tuple(timed[i : i + 3]) for i in range(0, len(timed), 3))
+    assert set(orders) == set(ORDERS) and max(orders.values()) - min(orders.values()) <= 1
+
+
+def test_a_turn_fits_into_a_context():
     """With as many tokens a step as 7 drafts can give."""
-    for sizes in (Sizes(), Sizes(prompt=500, new=3000), Sizes(prompt=20_000, new=10)):
-        one = player(FakeEngine(chunk=sizes.step // 2), prompt=sizes.prompt, new=sizes.new)
-        before = one.steps
-        round_of(one, "prefill beside 7")
-        untimed = 8 * WARM_STEPS * PARTS * len(WAYS)
-        spoken = {"prefill beside 7": 8 * (one.steps - before), "decode 8": len(WAYS) * sizes.new + untimed}
-        assert SHORT + 8 + max(spoken.values()) < sizes.longest, (sizes, spoken)
+    for sizes in (Sizes(), Sizes(prompt=500), Sizes(prompt=20_000)):
+        for measure, what in MEASURES.items():
+            one = player(FakeEngine(chunk=sizes.step // 2), prompt=sizes.prompt)
+            one.play(measure, 0)
+            assert SHORT + 8 * one.steps * (what.decoding > 0) < sizes.longest, (sizes, measure)
 
 
 def test_every_way_is_tried_first_and_answers_alike():
-    one = player(new=8, prompt=100)
+    one = player(prompt=100)
     assert one.warm() == dict.fromkeys(WAYS, True) and not one.engine.requests
-    assert len(one.engine.prompts) == len(WAYS) * (1 + 1 + 8 + 4 + 7 + 4)
+    assert len(one.engine.prompts) == len(WAYS) * (1 + 1 + 8 + 1 + 7 + 1)
 
     step = one.engine.step
 
@@ -389,39 +380,46 @@ def test_every_way_is_tried_first_and_answers_alike():
     assert one.warm() == {"on": True, "off": False, "again": True} and TRIED > 8
 
 
-def test_prompts_are_timed_without_the_first_one_and_no_two_are_equal():
-    one = player(FakeEngine(step_s=0.5, chunk=1000), prompt=4000, step=1000)
+def test_each_prompt_is_timed_and_no_two_are_equal():
+    one, groups = player(FakeEngine(step_s=0.5, chunk=1000), prompt=4000, step=1000), MEASURES["prefill"].groups
     for round in (0, 1):
-        timed = round_of(one, "prefill", round)
-        assert timed == [{"tokens": PROMPTS * 4000, "seconds": 6.0, "steps": 12}] * PARTS * len(WAYS)
-    assert len({tuple(prompt) for prompt in one.engine.prompts}) == 2 * PARTS * len(WAYS) * (1 + PROMPTS)
+        timed = one.play("prefill", round)
+        assert timed == [{way: {"tokens": 4000, "seconds": 2.0, "steps": 4} for way in WAYS}] * groups
+    assert len({tuple(prompt) for prompt in one.engine.prompts}) == 2 * groups * len(WAYS)
 
 
 def test_prompts_beside_others_are_read_while_those_decode():
     one = player(prompt=4096)
-    one.play("prefill beside 7", 0, 0, "off")
+    one.play("prefill beside 7", 0)
     assert len(one.engine.requests) == 7
     left = {tuple(request) for request in one.engine.requests.values()}
     assert left == {(0, one.sizes.longest - SHORT - 8 - one.steps)}  # each step gave each of them a token
 
 
+def test_how_many_drafts_a_step_happens_to_accept_is_not_counted():
+    steps = [{"tokens": tokens, "seconds": 0.5, "steps": 1} for tokens in (1, 8, 3)]
+    pairs = [{"measure": "decode 1"} | dict(zip(WAYS, steps, strict=True))]
+    assert [guards.rates(pairs, "decode 1", way) for way in WAYS] == [[8.0]] * 3
+    assert guards.tokens_per_step(pairs)["decode 1"] == {"on": 1.0, "off": 8.0, "again": 3.0}
+
+
 def test_what_would_spoil_a_time_is_refused():
     with pytest.raises(RuntimeError, match="5 tokens of its prompt came from the prefix cache"):
-        player(FakeEngine(cached=5)).play("prefill", 0, 0, "on")
-    short = player(prompt=100, new=4)
+        player(FakeEngine(cached=5)).play("prefill", 0)
+    short = player(prompt=100)
     short.sampling = lambda tokens: 6
     with pytest.raises(RuntimeError, match="ended while others were timed"):
-        short.play("decode 1", 0, 0, "on"), short.play("decode 1", 0, 0, "off")
+        short.play("decode 1", 0)
     stuck = player()
     stuck.engine.step = list
     with pytest.raises(RuntimeError, match="no request moved"):
-        stuck.play("prefill", 0, 0, "on")
+        stuck.play("prefill", 0)
 
 
 # What pairs say
 
 
-def noisy(seed: int, cost: float, noise: float = 0.01, pairs: int = 24) -> Comparison:
+def noisy(seed: int, cost: float, noise: float = 0.01, pairs: int = 60) -> Comparison:
     """Throughput falls by half while it is measured, for all ways alike; each rate has its own noise."""
     chance = random.Random(seed)
     fall = [1000 * (1 - i / 2 / pairs) for i in range(pairs)]
@@ -457,7 +455,7 @@ def test_equal_ways_that_differ_give_no_verdict(cost):
 
 def test_the_bar_is_the_medians():
     def of(ratio: float) -> Comparison:
-        return Comparison("x", 0.01, [100 * ratio] * 9 + [1.0], [100.0] * 10, [100.0] * 10)
+        return Comparison("x", 0.01, [100 * ratio] * 39 + [1.0], [100.0] * 40, [100.0] * 40)
 
     assert of(0.991).holds and not of(0.989).holds
     assert statistics.median(paired.ratios([1.0, 9.0], [2.0, 3.0])) == 1.75

@@ -74,6 +74,8 @@ class WholePools:
     def _reserve_prefill_lookahead(self, request, num_computed_tokens: int, num_new_tokens: int) -> int:
         count = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         end = num_computed_tokens + count
+        if count <= self.short and end >= request.num_tokens:
+            return count  # decoding, which is most of what is asked: chunk_tokens would say the same
         # As in vLLM's own alignment: a resumed request recomputes its answer too, all but the newest token.
         last = max(request.num_prompt_tokens, request.num_tokens - 1)
         at_image = any(image.mm_position.offset == end for image in request.mm_features or ())

@@ -32,6 +32,6 @@ class ComputedStates:
         return {block.block_id for blocks in held for block in blocks if block.block_hash is not None}
 
     def _mamba_block_aligned_split(self, request, num_new_tokens: int, *args, **kwargs) -> int:
-        if request.num_tokens == 1 and request.num_computed_tokens == 0:
+        if request.num_computed_tokens == 0 and request.num_tokens == 1:
             return 1  # vLLM leaves out the filling where the split cuts into it
         return super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)
