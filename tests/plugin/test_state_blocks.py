@@ -206,6 +206,33 @@ def test_without_the_guard_it_reads_drafts_for_good(config, ahead, unguarded):
     assert any(fault.startswith("one-") for fault in faults_of_one_token(config, ahead, 3))
 
 
+def first_steps(config, align: bool, ahead: bool, scheduler=chunk_ends.scheduler) -> list[int]:
+    """Tokens of the first step of each prompt of one token, beside a request that decodes."""
+    run = start(scheduler, config, Case(block=BLOCK, drafts=3, ahead=ahead, align=align))
+    run.add("decoding", list(range(9)), 40)
+    run.finish(lambda step: run.add(f"one-{step}", [step], 20) if step in (5, 6, 9) else None)
+    first = {chunk.request: chunk.count for chunk in reversed(run.chunks) if chunk.request != "decoding"}
+    return list(first.values())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("align", [False, True])
+def test_a_prompt_of_one_token_is_one_token_with_the_prefix_cache_and_without(config, align, ahead):
+    assert first_steps(config, align, ahead) == [1, 1, 1]
+    assert first_steps(config, align, ahead, AsyncScheduler if ahead else Scheduler) == [4, 4, 4]
+
+
+def test_nothing_is_split_at_blocks_without_the_prefix_cache(config):
+    """As vLLM has it, which does not ask there; prompts are read in chunks as large as a step."""
+
+    def chunks(scheduler):
+        run = start(scheduler, config, Case(block=BLOCK, budget=200, drafts=3, align=False))
+        run.add("long", list(range(250)) * 3, 5), run.add("short", list(range(33)), 5)
+        return run.finish()
+
+    assert chunks(chunk_ends.scheduler) == chunks(Scheduler)
+
+
 @pytest.mark.parametrize("own", [Scheduler, AsyncScheduler])
 def test_another_vllm_is_refused(config, own, monkeypatch):
     monkeypatch.setattr(Scheduler, "_preempt_request", lambda self, *args, **kwargs: None)

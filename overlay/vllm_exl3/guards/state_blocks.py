@@ -13,11 +13,13 @@ from vllm_exl3.guards import state_targets
 
 
 class ComputedStates:
-    """What chunk_ends.scheduler adds to vLLM's schedulers; prompts of one token only where states are prefix-cached."""
+    """What chunk_ends.scheduler adds to vLLM's schedulers."""
 
     def __init__(self, *args, **kwargs) -> None:
         overrides.require(state_targets.TABLE)
         super().__init__(*args, **kwargs)
+        # vLLM asks about a split only where states are prefix-cached; prompts of one token need an answer without, too.
+        self.splits_at_blocks, self.need_mamba_block_aligned_split = self.need_mamba_block_aligned_split, True
 
     def _preempt_request(self, request, *args, **kwargs) -> None:
         self.kv_cache_manager.evict_blocks(self._never_filled(request))
@@ -34,4 +36,6 @@ class ComputedStates:
     def _mamba_block_aligned_split(self, request, num_new_tokens: int, *args, **kwargs) -> int:
         if request.num_computed_tokens == 0 and request.num_tokens == 1:
             return 1  # vLLM leaves out the filling where the split cuts into it
+        if not self.splits_at_blocks:
+            return num_new_tokens
         return super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)

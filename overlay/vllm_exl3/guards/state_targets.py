@@ -3,7 +3,8 @@
 from vllm_exl3 import overrides
 
 # `schedule` calls `_preempt_request` before `num_computed_tokens` counts the step, and takes an answer of
-# `_mamba_block_aligned_split` other than a full row of drafts for a row without them.
+# `_mamba_block_aligned_split` other than a full row of drafts for a row without them. It asks where
+# `need_mamba_block_aligned_split` says so, and reads that for nothing else.
 TABLE = overrides.because(
     "vLLM keeps blocks in the prefix cache that no step filled, and lets a prompt of one token read drafts for good",
     "vLLM forgets the blocks of a step that it takes back, and gives the first token of a prompt no drafts",
