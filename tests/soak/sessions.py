@@ -89,7 +89,7 @@ def edge_lengths(edges: Edges) -> dict[str, int]:
 def make_plan(
     seed: int, sessions: int, edges: Edges, sizes: Sizes = Sizes(), turns: tuple[int, int] = (1, 5),
     first: Sequence[str] = (),
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Every edge is the length of some session's first prompt once there are as many sessions as edges; `first` names
     those that may be, where it is not empty.
 
