@@ -175,7 +175,7 @@ def start_engine(args: argparse.Namespace, program: list[str]) -> Engine:
     arm = arms.Arm("cache", args.drafts, "sync", args.mode, "triton", "auto")
     sizes = Sizes(args.prompt_tokens)
     order = {"arm": arm.name, "models": str(make_models(args, sizes.longest)), "pool_mib": args.pool_mib,
-             "platform": asdict(soak.gpu_platform()), "sizes": asdict(sizes), "planted_us": args.planted}  # fmt: skip
+             "platform": asdict(args.platform), "sizes": asdict(sizes), "planted_us": args.planted}  # fmt: skip
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     environment = Proof(args.work, args.draft_models, 0).environment() | {"CUDA_VISIBLE_DEVICES": gpu}
     return Engine([*program, json.dumps(order)], environment, args.work / "engine.log")
@@ -240,6 +240,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--draft-models {args.draft_models}: no such folder; models/local-drafts is what ships.")
     if off := os.environ.get("EXL3_GUARDS_OFF", "").strip(" ,"):
         parser.error(f"EXL3_GUARDS_OFF is {off}: the engine must start with all guards to switch them; unset it.")
+    try:
+        args.platform = soak.gpu_platform()
+    except ValueError as error:
+        parser.error(str(error))
     args.work.mkdir(parents=True, exist_ok=True)
     args.command = shlex.join(["python3", "bench/guards.py", *(sys.argv[1:] if argv is None else argv)])
     return args

@@ -183,6 +183,8 @@ def main(argv: list[str] | None = None) -> int:
         return NO_VERDICT
     args.report.write_text(json.dumps(said | {"plan": json.loads(sessions.to_json(plan))}, indent=1) + "\n")
     found = [one["text"] for one in said["findings"]] + said["misshapen"]
+    if not said["hits"]:
+        print("NOTE no prompt came from the prefix cache, so that nothing is said of it", flush=True)
     print(*found, f"{said['turns']} turns, {said['hits']} hits, {len(found)} findings: {args.report}", sep="\n")
     return 1 if found else 0
 

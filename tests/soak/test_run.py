@@ -1,5 +1,6 @@
 """The soak's command without engines: orders, verdicts, exit codes, and what a report needs to say."""
 
+import fcntl
 import json
 import signal
 import subprocess
@@ -163,6 +164,38 @@ def test_wrong_usage_is_told_and_nothing_starts(tmp_path, capsys):
             with pytest.raises(SystemExit) as told:
                 command(["--plan", str(tmp_path / "odd.json")])
             assert told.value.code == run.USAGE and "odd.json: " in capsys.readouterr().err
+
+
+def test_two_soaks_do_not_share_a_folder(tmp_path, capsys):
+    """They would delete each other's files."""
+    (tmp_path / "arm.report.json").write_text("{}")
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run.main(["--work", str(tmp_path)]) == run.USAGE
+    assert "another soak works there" in capsys.readouterr().err and (tmp_path / "arm.report.json").exists()
+
+
+def test_a_vllm_for_gpus_without_a_gpu_is_told(tmp_path, capsys, monkeypatch):
+    """It is no soak of the CPU."""
+    monkeypatch.setattr(run, "versions", lambda: {"vllm": "0.33.0"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run.main(["--work", str(tmp_path / "work")]) == run.USAGE
+    assert "nvidia-smi names no GPU" in capsys.readouterr().err
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 12.1\necho 9.0\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert run.gpu_platform() == Platform("cuda", 12)
+
+
+def test_a_soak_over_http_without_a_hit_says_so(tmp_path, capsys, monkeypatch):
+    for hits, said in ((0, True), (3, False)):
+
+        async def answered(*args, hits=hits, **more):
+            return {"turns": 5, "hits": hits, "findings": [], "misshapen": []}
+
+        monkeypatch.setattr(over_http, "soak", answered)
+        monkeypatch.setattr(over_http, "Words", lambda model: None)
+        assert over_http_words(["--report", str(tmp_path / "report.json")]) == 0
+        assert ("NOTE no prompt came from the prefix cache" in capsys.readouterr().out) == said
 
 
 def test_an_engine_that_cannot_start_is_a_failure_with_its_log(tmp_path, capsys):
