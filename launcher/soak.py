@@ -44,6 +44,7 @@ DOCKER_S = 60  # a daemon that hangs must not make the command deaf to Ctrl-C
 LAST_LINES = 15
 
 COVERING = ("", "pairwise", "all")  # --arms that have every pair of choices
+ENOUGH_SESSIONS = 40  # of each arm, for what follows from finding nothing; the soak's own default
 # Word of an arm's name -> the setting that would make it the product's way.
 FAST_CHOICES = {"async": "ASYNC_SCHEDULING=1", "flashkda": "KDA_PREFILL_BACKEND=flashkda"}
 
@@ -312,9 +313,10 @@ def summary(report: Mapping, code: int) -> str:
 def settings_allowed(report: Mapping, options: Options, code: int) -> list[str]:
     """Settings whose every arm passed, in a soak that found nothing: an arm among them must have had the cache.
 
-    Arms that the user chose by name may leave out those that would fail.
+    Arms that the user chose by name may leave out those that would fail, and few sessions what would fail in them.
     """
     is_part = options.arms not in COVERING or options.bugs or options.plan or options.running
+    is_part = is_part or (options.sessions or ENOUGH_SESSIONS) < ENOUGH_SESSIONS
     if code or is_part or report["platform"]["name"] == "cpu":
         return []
     passed = {line.split()[1].rstrip(":") for line in report["verdicts"] if line.startswith("PASS")}

@@ -275,7 +275,8 @@ def test_a_fast_choice_is_named_only_where_every_arm_with_it_passed(tmp_path):
     assert allowed(names=[PLAIN, BOTH]) == []
     (plan := tmp_path / "plan").write_text("{}")
     assert allowed(arms="all") and not allowed(arms="product") and not allowed(arms=ASYNC)
-    for more in ({"code": 1}, {"platform": "cpu"}, {"bugs": True}, {"plan": plan}):
+    assert allowed(sessions=40) == allowed()
+    for more in ({"code": 1}, {"platform": "cpu"}, {"bugs": True}, {"plan": plan}, {"sessions": 39}):
         assert allowed(**more) == []
 
 
