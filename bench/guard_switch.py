@@ -122,7 +122,7 @@ def of_engine(llm, is_cuda: bool, planted_us: float = 0) -> Switch:
     """
     from vllm_exl3.guards.chunk_ends import WholePools
 
-    places = [scheduler_place(llm.llm_engine.engine_core.engine_core.scheduler, planted_us)]
+    places = scheduler_places(llm.llm_engine.engine_core.engine_core.scheduler, planted_us)
     functions = {"chunk-ends": (WholePools, "_reserve_prefill_lookahead")}
     if is_cuda:  # the CPU's attention has no indexer
         places += topk_places()
@@ -130,7 +130,7 @@ def of_engine(llm, is_cuda: bool, planted_us: float = 0) -> Switch:
     return Switch(places, functions)
 
 
-def scheduler_place(scheduler, planted_us: float = 0) -> Place:
+def scheduler_places(scheduler, planted_us: float = 0) -> list[Place]:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm_exl3 import guards
@@ -146,7 +146,11 @@ def scheduler_place(scheduler, planted_us: float = 0) -> Place:
     bases = by_guards((delayed(guarded, planted_us) if planted_us else guarded,), (type("Nothing", (), {}), own))
     # A class for each way, since Python is slower for some steps after a change of class: all ways shall have one.
     classes = {way: type(bases[way][-1].__name__, bases[way], {}) for way in WAYS}
-    return Place((guards.CHUNK_ENDS, guards.STATE_BLOCKS), scheduler, "__class__", classes)
+    asks = by_guards(True, scheduler.splits_at_blocks)  # state_blocks makes vLLM ask about splits
+    return [
+        Place((guards.CHUNK_ENDS, guards.STATE_BLOCKS), scheduler, "__class__", classes),
+        Place((guards.STATE_BLOCKS,), scheduler, "need_mamba_block_aligned_split", asks),
+    ]
 
 
 def delayed(scheduler: type, microseconds: float) -> type:

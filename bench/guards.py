@@ -64,7 +64,7 @@ class Engine:
 
     def read(self) -> dict:
         line = self.process.stdout.readline()
-        if not line:
+        if not line.endswith("\n"):  # nothing, or what was written when it was killed
             raise EngineFailed(f"the engine ended with {self.process.wait()}; {self.log} ends with:\n  "
                                + "\n  ".join(self.last_lines(LAST_LINES)))  # fmt: skip
         return json.loads(line)

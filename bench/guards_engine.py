@@ -12,7 +12,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from guard_switch import WAYS, Switch, capture_graphs, of_engine
 ROOT = Path(__file__).resolve().parents[1]
 
 SHORT = 32  # tokens of a prompt whose answer is timed
-WARM_STEPS = 4  # untimed for each way, when the requests that decode are new
+UNTIMED = {True: 1, False: 4}  # prompts, else steps, of each way when a turn begins: another measure came before
 MOST_ROWS = 8  # tokens that a request may get of a step: 7 drafts and one more
 TRIED = 40  # tokens of the answer that all ways should give alike
 IDLE_STEPS = 5_000
@@ -41,7 +41,6 @@ MEASURES = {
     "prefill": Measure(0.02, 0, True, 6),
     "prefill beside 7": Measure(0.02, 7, True, 6),  # what they leave of a step is cut to whole pools
 }
-# Every order, so that each way has every place and comes after each other one equally often.
 ORDERS = list(itertools.permutations(WAYS))
 
 
@@ -55,8 +54,16 @@ class Sizes:
         """Tokens of a context: room for what one request decodes in a turn."""
         # A step may read half of what it could: vLLM ends chunks on blocks of the state.
         steps = {True: 2 + 2 * self.prompt // self.step, False: 1}
-        most = max(len(WAYS) * (WARM_STEPS + one.groups * steps[one.reads]) for one in MEASURES.values())
+        most = max(len(WAYS) * (UNTIMED[one.reads] + one.groups) * steps[one.reads] for one in MEASURES.values())
         return max(self.prompt, MOST_ROWS * most) + SHORT + 64
+
+
+def orders() -> Iterator[tuple[str, ...]]:
+    """All orders equally often, so that each way has every place and comes after each other one; in no order, so that
+    none of them always begins a turn."""
+    chance = random.Random(0)
+    while True:
+        yield from chance.sample(ORDERS, len(ORDERS))
 
 
 class Texts:
@@ -98,7 +105,7 @@ class Player:
     ) -> None:  # fmt: skip
         self.engine, self.switch, self.texts, self.sizes = engine, switch, texts, sizes
         self.sampling, self.clock = sampling, clock
-        self.orders = itertools.cycle(ORDERS)
+        self.orders = orders()
         self.decoding: list[str] = []
         self.number = self.steps = 0
 
@@ -107,18 +114,21 @@ class Player:
         what, seed = MEASURES[measure], f"{measure} {round}"
         self._begin_answers(what.decoding, seed)
         for way in WAYS:
-            self.switch.to(way)
-            for _ in range(WARM_STEPS if what.decoding else 0):
-                self._step()
+            for i in range(UNTIMED[what.reads]):
+                self._time(what, f"{seed} untimed {i} {way}", way)
         return [{way: self._time(what, f"{seed} {group} {way}", way) for way in next(self.orders)}
                 for group in range(what.groups)]  # fmt: skip
 
     def _time(self, what: Measure, seed: str, way: str) -> dict:
         self.switch.to(way)
-        # A way that read what another one did would find it in the prefix cache.
-        prompt = self.texts.long(seed, self.sizes.prompt) if what.reads else None
+        if what.reads:  # a way that read what another one did would find it in the prefix cache
+            prompt = self.texts.long(seed, self.sizes.prompt)
+            name, tokens = self._ask(prompt, 1), len(prompt)
         steps, begin = self.steps, self.clock()
-        tokens = self._read(prompt) if prompt else sum(len(output.outputs[0].token_ids) for output in self._step())
+        if what.reads:
+            self._read(name)
+        else:
+            tokens = sum(len(output.outputs[0].token_ids) for output in self._step())
         return {"tokens": tokens, "seconds": self.clock() - begin, "steps": self.steps - steps}
 
     def warm(self) -> dict[str, bool]:
@@ -155,11 +165,9 @@ class Player:
         self.engine.abort_request(self.decoding)
         self.decoding = []
 
-    def _read(self, prompt: list[int]) -> int:
-        name, is_read = self._ask(prompt, 1), False
-        while not is_read:
-            is_read = any(output.request_id.split("-")[0] == name for output in self._step())
-        return len(prompt)
+    def _read(self, name: str) -> None:
+        while not any(output.request_id.split("-")[0] == name for output in self._step()):
+            pass
 
     def _ask(self, prompt: list[int], tokens: int) -> str:
         self.number += 1

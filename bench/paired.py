@@ -18,7 +18,7 @@ def interval(values: list[float]) -> tuple[float, float]:
     its normal approximation (Conover, Practical Nonparametric Statistics, confidence intervals for quantiles)."""
     half = 0.98 * math.sqrt(len(values))
     found = sorted(values)
-    low = max(0, math.floor(len(found) / 2 - half))
+    low = max(0, math.floor((len(found) - 1) / 2 - half))
     return found[low], found[len(found) - 1 - low]
 
 

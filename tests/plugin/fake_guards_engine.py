@@ -1,6 +1,7 @@
 """Stands in for bench/guards_engine.py in its tests: an engine without a model, whose steps take given times.
 
-Its first argument is JSON: "step_ms", "guard_ms" (more for a step with guards), "sleeps" (else its clock only counts
+Its first argument is JSON: "step_ms", "guard_ms" (more for a step with guards), "cold_ms" (more
+for the first prompt after other work), "sleeps" (else its clock only counts
 steps), "groups" (of each turn), "fail" ("start", "turn", "never up", "stuck", "hang in round 6").
 """
 
@@ -25,9 +26,11 @@ class FakeEngine:
     is_guarded = True
 
     def __init__(
-        self, chunk: int = 2048, step_s: float = 0.0, sleeps: bool = False, cached: int = 0, guard_s: float = 0.0
-    ) -> None:
+        self, chunk: int = 2048, step_s: float = 0.0, sleeps: bool = False, cached: int = 0, guard_s: float = 0.0,
+        cold_s: float = 0.0,
+    ) -> None:  # fmt: skip
         self.chunk, self.step_s, self.sleeps, self.cached, self.guard_s = chunk, step_s, sleeps, cached, guard_s
+        self.cold_s, self.has_read = cold_s, False
         self.requests: dict[str, list[int]] = {}  # name -> tokens of the prompt left, new ones left
         self.now, self.prompts = 0.0, []
 
@@ -54,6 +57,10 @@ class FakeEngine:
         self.work(self.step_s)
         if self.is_guarded:
             self.guard()
+        reads = any(prompt > 0 for prompt, _ in self.requests.values())
+        if reads and not self.has_read:
+            self.work(self.cold_s)
+        self.has_read = reads
         budget, outputs = self.chunk, []
         for name, left in list(self.requests.items()):
             read = min(budget, left[0])
@@ -99,8 +106,9 @@ def main() -> None:
     if "groups" in setting:
         few = {name: replace(one, groups=setting["groups"]) for name, one in guards_engine.MEASURES.items()}
         guards_engine.MEASURES = few
-    step_s, guard_s = (setting.get(name, default) / 1e3 for name, default in (("step_ms", 1.0), ("guard_ms", 0.0)))
-    engine = FakeEngine(step_s=step_s, guard_s=guard_s, sleeps=setting.get("sleeps", False))
+    times = {"step_ms": 1.0, "guard_ms": 0.0, "cold_ms": 0.0}
+    step_s, guard_s, cold_s = (setting.get(name, default) / 1e3 for name, default in times.items())
+    engine = FakeEngine(step_s=step_s, guard_s=guard_s, cold_s=cold_s, sleeps=setting.get("sleeps", False))
     player = Player(engine, switch(engine, fail == "stuck"), FakeTexts(), Sizes(**order["sizes"]),
                     sampling=lambda tokens: tokens, clock=engine.clock)  # fmt: skip
     play = player.play

@@ -21,7 +21,7 @@ import guards
 import paired
 from fake_guards_engine import GUARD, FakeEngine, FakeTexts
 from guard_switch import WAYS, Place, Switch, SwitchError, by_guards
-from guards_engine import MEASURES, ORDERS, SHORT, TRIED, WARM_STEPS, Player, Sizes
+from guards_engine import MEASURES, ORDERS, SHORT, TRIED, UNTIMED, Player, Sizes
 from paired import LEAST_PAIRS, Comparison, interval
 
 
@@ -41,7 +41,7 @@ def numbers(tmp_path):
 
 
 def test_guards_that_cost_nothing_pass(tmp_path, capsys):
-    assert bench(tmp_path, "--seconds", "30", "--commit", "abc123", guard_ms=0.0) == 0
+    assert bench(tmp_path, "--seconds", "30", "--commit", "abc123", guard_ms=0.0, cold_ms=5.0) == 0
     said, (report, by_name) = capsys.readouterr().out, numbers(tmp_path)
     assert said.count("PASS decode") == said.count("PASS prefill") == 2 and "FAIL" not in said
     assert [line.split(" | ")[0] for line in said.splitlines() if line.startswith("| ")][2:] == [
@@ -49,6 +49,7 @@ def test_guards_that_cost_nothing_pass(tmp_path, capsys):
     ]
     assert {one["ratio"] for one in by_name.values()} == {one["control"] for one in by_name.values()} == {1.0}
     assert by_name["decode 8"]["rates"]["on"] == pytest.approx([8000.0] * 5 * 60)  # a step takes 1 ms
+    assert by_name["prefill"]["rates"]["on"] == pytest.approx([2_000_000.0] * 5 * 6)  # not one of them is cold
     assert report["tokens_per_step"]["decode 8"] == {"on": 8.0, "off": 8.0, "again": 8.0}
     assert report["exit_code"] == 0 and report["versions"]["commit"] == "abc123"
     assert report["engine"]["switched"] == ["fake"] and all(report["engine"]["answers_as_on"].values())
@@ -187,7 +188,7 @@ def made():
     from schedulers import Case, engine_config, start
 
     config = engine_config()
-    return lambda make: start(make, config, Case(budget=310))
+    return lambda make, **case: start(make, config, Case(budget=310, **case))
 
 
 def chunk_ends_of(run) -> list[int]:
@@ -202,7 +203,7 @@ def test_the_real_scheduler_changes_its_class(made):
     from vllm_exl3.guards import chunk_ends
 
     run = made(chunk_ends.scheduler)
-    switch = Switch([guard_switch.scheduler_place(run.scheduler)],
+    switch = Switch(guard_switch.scheduler_places(run.scheduler),
                     {"chunk-ends": (chunk_ends.WholePools, "_reserve_prefill_lookahead")})  # fmt: skip
     assert switch.guards == ["chunk-ends", "state-blocks"]
     changed = ("_reserve_prefill_lookahead", "_preempt_request", "_mamba_block_aligned_split")
@@ -216,11 +217,25 @@ def test_the_real_scheduler_changes_its_class(made):
     assert ends and not any(end % 4 for end in ends)
 
 
+def test_off_is_vllm_s_own_without_the_prefix_cache_too(made):
+    """There vLLM does not split prompts at blocks, and does not ask."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm_exl3.guards import chunk_ends
+
+    run = made(chunk_ends.scheduler, align=False, block=64)
+    switch = Switch(guard_switch.scheduler_places(run.scheduler), {})
+    ends = {}
+    for way in ("off", "on"):
+        switch.to(way)
+        ends[way] = chunk_ends_of(run)
+    assert ends["off"] == chunk_ends_of(made(Scheduler, align=False, block=64)) != ends["on"]
+
+
 def test_a_planted_cost_is_in_each_step_with_guards(made):
     from vllm_exl3.guards import chunk_ends
 
     run = made(chunk_ends.scheduler)
-    switch = Switch([guard_switch.scheduler_place(run.scheduler, planted_us=20_000)], {})
+    switch = Switch(guard_switch.scheduler_places(run.scheduler, planted_us=20_000), {})
     took = {}
     for way in WAYS:
         switch.to(way)
@@ -236,10 +251,10 @@ def test_a_scheduler_without_guards_is_refused(made, monkeypatch):
     from vllm_exl3.guards import chunk_ends
 
     with pytest.raises(SwitchError, match=r"scheduler: found .*Scheduler.*start with all guards"):
-        guard_switch.scheduler_place(made(Scheduler).scheduler)
+        guard_switch.scheduler_places(made(Scheduler).scheduler)
     monkeypatch.setattr(chunk_ends, "switches", lambda: switches.parse({"EXL3_GUARDS_OFF": "state-blocks"}))
     with pytest.raises(SwitchError, match="start with all guards"):
-        guard_switch.scheduler_place(made(chunk_ends.scheduler).scheduler)
+        guard_switch.scheduler_places(made(chunk_ends.scheduler).scheduler)
 
 
 @pytest.fixture
@@ -335,7 +350,7 @@ def player(engine=None, **sizes):
 def test_each_step_that_decodes_is_timed_over_the_same_requests_for_all_ways():
     one, groups = player(), MEASURES["decode 8"].groups
     assert one.play("decode 8", 0) == [{way: {"tokens": 8, "seconds": 0.5, "steps": 1} for way in WAYS}] * groups
-    assert one.steps == 1 + len(WAYS) * (WARM_STEPS + groups) and len(one.engine.requests) == 8
+    assert one.steps == 1 + len(WAYS) * (UNTIMED[False] + groups) and len(one.engine.requests) == 8
     assert len(one.engine.prompts) == 8 and {len(prompt) for prompt in one.engine.prompts} == {SHORT}
     one.play("decode 8", 1), one.play("decode 1", 1)
     assert len(one.engine.prompts) == 8 + 8 + 1 and len(one.engine.requests) == 1
@@ -349,9 +364,11 @@ def test_ways_alternate_in_all_orders_with_their_guards():
     one.engine.step = lambda: (seen[-1][1].append(one.engine.is_guarded) if seen else None, step())[1]
     one.play("decode 1", 0)
     assert all(guarded == [WAYS[way]] * len(guarded) and guarded for way, guarded in seen)
-    timed = [way for way, _ in seen[len(WAYS) :]]
+    timed = [way for way, _ in seen[len(WAYS) * UNTIMED[False] :]]
     orders = Counter(tuple(timed[i : i + 3]) for i in range(0, len(timed), 3))
-    assert set(orders) == set(ORDERS) and max(orders.values()) - min(orders.values()) <= 1
+    assert set(orders) == set(ORDERS) and max(orders.values()) == min(orders.values())
+    drawn = [next(one.orders) for _ in range(10 * len(ORDERS))]
+    assert len(set(drawn[:: len(ORDERS)])) > 3  # none always begins a turn
 
 
 def test_a_turn_fits_into_a_context():
@@ -385,7 +402,7 @@ def test_each_prompt_is_timed_and_no_two_are_equal():
     for round in (0, 1):
         timed = one.play("prefill", round)
         assert timed == [{way: {"tokens": 4000, "seconds": 2.0, "steps": 4} for way in WAYS}] * groups
-    assert len({tuple(prompt) for prompt in one.engine.prompts}) == 2 * groups * len(WAYS)
+    assert len({tuple(prompt) for prompt in one.engine.prompts}) == 2 * (UNTIMED[True] + groups) * len(WAYS)
 
 
 def test_prompts_beside_others_are_read_while_those_decode():

@@ -36,6 +36,7 @@ class Bug:
     must_show: bool | None = True  # a probe must not; None: it is only told what shows
     needs_indexer: bool = False  # which vLLM's CPU build has not: its attention is dense
     edges: tuple[str, ...] = ()  # of sessions.edge_lengths, for the first prompts; empty: all
+    effects: Callable[[], int] | None = None  # how often it took effect, where that may be never and nobody would see
 
 
 def wrapped(holder, name: str, around: Callable) -> None:
@@ -169,13 +170,17 @@ def poisoned_selection(llm) -> None:
 class FullLists:
     """`torch` for the module that allocates the lists of pools: they start as pool 0, which every row has."""
 
+    made = 0  # lists, in this process
+
     def __getattr__(self, name: str):
         return getattr(torch, name)
 
     @staticmethod
     def empty(*size, dtype=None, **options) -> torch.Tensor:
-        make = torch.zeros if dtype is torch.int32 else torch.empty
-        return make(*size, dtype=dtype, **options)
+        if dtype is not torch.int32:
+            return torch.empty(*size, dtype=dtype, **options)
+        FullLists.made += 1
+        return torch.zeros(*size, dtype=dtype, **options)
 
 
 def lists_start_full(llm) -> None:
@@ -211,6 +216,8 @@ BUGS = {
     "topk": Bug("half of the selected pools are the first one", UNCACHED, poisoned_selection, needs_indexer=True),
     "probe-nan-in-new-blocks": Bug("new blocks are filled with NaN, as if nobody had zeroed them", CACHED,
                                    nan_in_new_blocks, must_show=False),
+    "probe-small-steps": Bug("prefill chunks are as short as with chunk-ends planted, with the guard", CACHED,
+                             must_show=False, options={"max_num_batched_tokens": 131}),
     "decode-rows": Bug("decoding requests with other numbers of drafts count as prefill", ONE_DRAFT, drafts_taken_away,
                        guards_off=("decode-rows",), needs_indexer=True),
     "probe-fewer-drafts": Bug("decoding requests have other numbers of drafts, with the guard", ONE_DRAFT,
@@ -219,9 +226,10 @@ BUGS = {
                         edges=ONE_TOKEN),
     "probe-one-token": Bug("prompts have one token, with the guard", AHEAD, must_show=False, edges=ONE_TOKEN),
     "topk-ids": Bug("lists of pools start as pool 0, and are not bounded", UNCACHED, lists_start_full,
-                    guards_off=("topk-ids",), must_show=None, needs_indexer=True),
+                    guards_off=("topk-ids",), must_show=None, needs_indexer=True, effects=lambda: FullLists.made),
 }  # fmt: skip
-GUARDS = ["chunk-ends", "decode-rows", "probe-fewer-drafts", "state-blocks", "probe-one-token", "topk-ids"]
+GUARDS = ["chunk-ends", "probe-small-steps", "decode-rows", "probe-fewer-drafts", "state-blocks", "probe-one-token",
+          "topk-ids"]  # fmt: skip
 SETS = {
     "all": [name for name, bug in BUGS.items() if name not in GUARDS[1:]],
     "guards": GUARDS,

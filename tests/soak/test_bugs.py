@@ -28,7 +28,9 @@ def test_lists_start_as_a_pool_that_is_there_and_all_else_is_torch(monkeypatch):
     full = bugs.FullLists()
     assert full.empty(2, dtype=torch.uint8).dtype == torch.uint8 and full.arange is torch.arange
     monkeypatch.setattr(torch, "empty", None)  # may hold zeros, too
+    before = bugs.BUGS["topk-ids"].effects()
     assert full.empty((64, 4), dtype=torch.int32, device="cpu").eq(0).all()
+    assert bugs.BUGS["topk-ids"].effects() == before + 1
 
 
 @pytest.mark.parametrize("name", bugs.BUGS)

@@ -16,6 +16,8 @@ from arms import Platform, named, plain
 from engine import ROOM
 from run import FINDINGS, NO_ANSWER, conclude, unexercised
 
+from launcher import soak
+
 H200, CPU = Platform("cuda", 9), Platform("cpu")
 ARM = "cache-mtp3-sync-graphs-triton-auto"
 FINDING = {"text": "session s1, turn 0, position 3: 2.000 below the best token"}
@@ -93,6 +95,16 @@ def test_a_planted_bug_must_show_and_a_probe_must_not(bug, found, code):
     assert concluded(bug=bug, findings=found)[1] == code
 
 
+def test_what_took_no_effect_proves_nothing():
+    lines, code = concluded(bug="topk-ids", findings=[], effects=0)
+    assert code == FINDINGS and "what was planted never took effect" in lines[0]
+    assert concluded(bug="topk-ids", findings=[], effects=9)[1] == 0
+
+
+def test_the_launcher_knows_how_many_sessions_a_soak_has():
+    assert run.arguments([]).sessions == soak.ENOUGH_SESSIONS
+
+
 def test_no_preemption_is_noted():
     assert concluded(preemptions=0)[0][-1].startswith("NOTE no request was preempted")
 
@@ -132,7 +144,7 @@ def test_every_planted_bug_has_its_arm_and_floor(tmp_path):
     made, lacks = orders(tmp_path, H200, "--bugs", "all")
     assert {one["bug"] for one in made} == {None, *bugs.SETS["all"]} and lacks == {}
     guards = orders(tmp_path, H200, "--bugs", "guards")[0]
-    assert {one["bug"] for one in guards} == {None, *bugs.SETS["guards"]} and len(bugs.SETS["guards"]) == 6
+    assert {one["bug"] for one in guards} == {None, *bugs.SETS["guards"]} and len(bugs.SETS["guards"]) == 7
     assert [one["name"] for one in made if not one["bug"]] == [plain("auto").name]
     assert next(one for one in made if one["bug"] == "chunk-ends")["options"] == {"max_num_batched_tokens": 131}
     assert {one["chunk"] for one in orders(tmp_path, H200)[0]} == {509, 151}
@@ -181,8 +193,12 @@ def test_a_vllm_for_gpus_without_a_gpu_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run.main(["--work", str(tmp_path / "work")]) == run.USAGE
     assert "nvidia-smi names no GPU" in capsys.readouterr().err
+    for said in ("", "echo No devices were found", "exit 9"):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{said}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        with pytest.raises(ValueError, match="nvidia-smi names no GPU"):
+            run.gpu_platform()
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 12.1\necho 9.0\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
     assert run.gpu_platform() == Platform("cuda", 12)
 
 
