@@ -38,6 +38,7 @@ from guard_switch import WAYS
 from guards_engine import MEASURES, Sizes
 from paired import Comparison, table
 from prove import Proof
+from report_file import report_file
 
 MISSED, USAGE, FAILED = 1, 2, 3
 DRAFTS = ("none", "dflash7")  # with others decode-rows would work, which cannot be switched
@@ -233,7 +234,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("/tmp/guards-bench"), help="models and the log")
     parser.add_argument("--draft-models", type=Path, default=ROOT / "models" / "local-drafts")
     parser.add_argument("--commit", help="where git is not there to say it")
-    parser.add_argument("--json", type=Path, default=Path("guards.json"), help="all numbers")
+    parser.add_argument("--json", type=report_file, default="guards.json", help="all numbers")
     args = parser.parse_args(argv)
     args.drafts = args.drafts.replace("none", "nodrafts")
     if args.drafts != "nodrafts" and not args.draft_models.is_dir():

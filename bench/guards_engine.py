@@ -29,7 +29,7 @@ IDLE_STEPS = 5_000
 
 @dataclass(frozen=True)
 class Measure:
-    bar: float  # of the issue: the share of throughput that all guards together may cost
+    bar: float  # the share of throughput that all guards together may cost
     decoding: int  # requests that decode
     reads: bool  # whether prompts are timed, beside what decodes, or the decoding itself
     groups: int  # of a turn: one prompt, or one step, in each way

@@ -130,7 +130,7 @@ def test_wrong_usage_is_one_sentence(given, words):
     assert told.value.code == Exit.USAGE
 
 
-def refused(machine, words: str, code: Exit, **changes) -> None:
+def assert_refused(machine, words: str, code: Exit, **changes) -> None:
     with pytest.raises(LauncherError, match=words) as told:
         machine.run(changes)
     assert told.value.code == code and "\n" not in str(told.value)
@@ -140,27 +140,28 @@ def refused(machine, words: str, code: Exit, **changes) -> None:
 def test_a_running_service_keeps_its_memory(machine, monkeypatch):
     machine.pretend_running()
     monkeypatch.setattr(watch, "state_of", lambda unit: {"Running": True})
-    refused(machine, r"tp2 runs and has this node's memory; `\./start\.sh stop` first, .*soak --running", Exit.BUSY)
+    words = r"tp2 runs and has this node's memory; `\./start\.sh stop` first, .*soak --running"
+    assert_refused(machine, words, Exit.BUSY)
 
 
 def test_a_missing_image_folder_or_gpu_is_told(machine, monkeypatch):
     machine.stub.images("head")
-    refused(machine, "is not on this machine; .*image build", Exit.SETUP)
+    assert_refused(machine, "is not on this machine; .*image build", Exit.SETUP)
     machine.stub.images("head", ours=an_image("a", "l1"))
     (machine.stub.books / "clocks-head").unlink()
-    refused(machine, "nvidia-smi shows no GPU", Exit.REFUSED)
+    assert_refused(machine, "nvidia-smi shows no GPU", Exit.REFUSED)
     monkeypatch.setattr(soak, "FOLDERS", ("tests/soak", "models/none"))
-    refused(machine, "models/none is not there", Exit.SETUP)
+    assert_refused(machine, "models/none is not there", Exit.SETUP)
 
 
 def test_little_memory_is_refused_with_both_numbers(machine):
     (machine.folder / "meminfo").write_text(LITTLE)
-    refused(machine, r"50\.0 GiB are available here and 7 engines side by side need 56\.0", Exit.REFUSED)
+    assert_refused(machine, r"50\.0 GiB are available here and 7 engines side by side need 56\.0", Exit.REFUSED)
 
 
 def test_a_start_waits_for_a_soak(machine):
     with cluster_state.files_of(machine.stub.config()).lock():
-        refused(machine, "sync or soak of tp2 is under way", Exit.BUSY)
+        assert_refused(machine, "sync or soak of tp2 is under way", Exit.BUSY)
 
 
 # What runs

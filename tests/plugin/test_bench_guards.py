@@ -104,6 +104,9 @@ def test_wrong_usage_is_told(tmp_path, capsys, monkeypatch):
         guards.arguments(["--drafts", "dflash7", "--draft-models", str(tmp_path / "none")])
     assert "none: no such folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
+        guards.arguments(["--json", str(tmp_path)])
+    assert "cannot be written" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         guards.arguments(["--drafts", "mtp3"])
     assert "invalid choice: 'mtp3'" in capsys.readouterr().err
     monkeypatch.setenv("EXL3_GUARDS_OFF", "topk-ids")

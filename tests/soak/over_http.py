@@ -29,6 +29,7 @@ import sessions
 import shapes
 from judge import Answer
 from openai import AsyncOpenAI, OpenAIError
+from report_file import report_file
 from words import Words, first_prompt
 
 STEP_S = 0.02  # of a plan's step
@@ -159,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--longest", type=int, default=2048, help="the server's max_model_len")
     parser.add_argument("--shaped", type=int, default=5, help="tool calls and JSON after thinking beside them")
     parser.add_argument("--seconds", type=float, help="after so long there is no verdict; otherwise it takes its time")
-    parser.add_argument("--report", type=Path, default=Path("soak-http.json"))
+    parser.add_argument("--report", type=report_file, default="soak-http.json")
     args = parser.parse_args(argv)
     if args.plan:
         try:

@@ -34,6 +34,7 @@ import groups
 import sessions
 from engine import ROOM
 from prove import Proof
+from report_file import report_file
 
 FINDINGS, USAGE, NO_ANSWER, INTERRUPTED = 1, 2, 3, 130
 ENGINE = HERE / "engine.py"
@@ -301,7 +302,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("/tmp/soak"))
     parser.add_argument("--drafts", type=Path, default=ROOT / "models" / "local-drafts")
     parser.add_argument("--commit", help="where git is not there to say it")
-    parser.add_argument("--report", type=Path, default=Path("soak.json"))
+    parser.add_argument("--report", type=report_file, default="soak.json")
     args = parser.parse_args(argv)
     if args.bugs and args.tp > 1:
         parser.error("--bugs: they are planted in an engine of one process; leave --tp out.")
@@ -343,14 +344,15 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return USAGE
-    args.work.mkdir(parents=True, exist_ok=True)
-    with (args.work / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            why = "another soak works there" if isinstance(error, BlockingIOError) else f"cannot be locked ({error})"
-            print(f"--work {args.work}: {why}; name another folder.", file=sys.stderr)
-            return USAGE
+    try:
+        args.work.mkdir(parents=True, exist_ok=True)
+        lock = (args.work / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        why = "another soak works there" if isinstance(error, BlockingIOError) else error
+        print(f"--work {args.work}: {why}; name another folder.", file=sys.stderr)
+        return USAGE
+    with lock:
         return soak(args, platform)
 
 

@@ -187,6 +187,17 @@ def test_two_soaks_do_not_share_a_folder(tmp_path, capsys):
     assert "another soak works there" in capsys.readouterr().err and (tmp_path / "arm.report.json").exists()
 
 
+def test_a_folder_that_cannot_be_used_is_told_before_anything_starts(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run.main(["--work", str(tmp_path / "file")]) == run.USAGE
+    assert "name another folder" in capsys.readouterr().err
+    for report in (tmp_path, tmp_path / "none" / "soak.json"):
+        for command in (run.arguments, over_http_words):
+            with pytest.raises(SystemExit) as told:
+                command(["--report", str(report)])
+            assert told.value.code == run.USAGE and "cannot be written" in capsys.readouterr().err
+
+
 def test_a_vllm_for_gpus_without_a_gpu_is_told(tmp_path, capsys, monkeypatch):
     """It is no soak of the CPU."""
     monkeypatch.setattr(run, "versions", lambda: {"vllm": "0.33.0"})

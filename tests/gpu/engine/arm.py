@@ -97,8 +97,8 @@ def start(model: str, options: dict):
     from vllm.platforms import current_platform
 
     vllm_exl3.register()
-    # The candidates of a DFlash2 draft: FlashInfer would compile its top-k first, torch's gives the same. On a Spark,
-    # the product's image has compiled it, and what the product uses is what counts.
+    # The candidates of a DFlash2 draft: FlashInfer would compile its top-k first, torch's gives the same. On a Spark
+    # `image warm` has compiled it, and what the product uses is what counts. Ranks are other processes, and keep it.
     assert callable(logits_processor._flashinfer_topk), "vLLM chooses its top-k otherwise now"
     if current_platform.get_device_capability().major != 12:
         logits_processor._flashinfer_topk = lambda: None
