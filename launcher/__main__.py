@@ -20,6 +20,7 @@ SERVE = (
     "expert_parallel",
     "threads",
     "kv_cache_gib",
+    *settings.DOOR_NAMES,
 )
 
 # command -> (flags that it takes, what it does)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher import service
+from launcher import door_settings, service
 from launcher.errors import Exit, LauncherError
 from launcher.kinds import text_of
 from launcher.refusals import refusals
@@ -33,7 +33,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 NODE_ENVIRONMENT = (
     "VLLM_HOST_IP", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_NET", "NCCL_IB_GID_INDEX",
     "NCCL_IB_ROCE_VERSION_NUM", "NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "VLLM_API_KEY", "VLLM_CONFIG_ROOT",
-    "RAY_TMPDIR", "EXL3_BIND_ADDRESS", "EXL3_BIND_EXCEPT", service.TOKEN_NAME, "LD_PRELOAD",
+    "RAY_TMPDIR", "EXL3_BIND_ADDRESS", "EXL3_BIND_EXCEPT", service.TOKEN_NAME,
+    door_settings.NAME, "LD_PRELOAD",
 )  # fmt: skip
 NOT_CARRIED_FILE = "ray_non_carry_over_env_vars.json"  # vLLM looks for it in VLLM_CONFIG_ROOT
 
@@ -200,6 +201,7 @@ def rank_environment(config, fabric: Fabric | None, rank: int, found: Found = Fo
         environment |= ray_environment(config, rank, found)
     if rank == 0:
         environment[service.TOKEN_NAME] = found.admin_token or "<made at start>"
+        environment[door_settings.NAME] = door_settings.door_rules(config.__getitem__)
     if rank == 0 and config["VLLM_API_KEY"]:
         environment["VLLM_API_KEY"] = str(config["VLLM_API_KEY"])
     return environment

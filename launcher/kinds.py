@@ -151,6 +151,11 @@ CHECK_NAMES = Kind(
     (),
 )
 GUARD_NAMES = Kind("list of guards", "some of " + ", ".join(GUARDS) + ", with commas between", parse_guards, ())
+ORIGINS = Kind(
+    "list of origins", "origins of web pages such as https://chat.example:3000, separated by commas",
+    parse_list(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._:\[\]-]+|null"), (),
+)  # fmt: skip
+HOST_NAMES = Kind("list of names", "host names separated by commas", parse_list(r"[A-Za-z0-9]([A-Za-z0-9.-]*)"), ())
 LOWER_WORD = Kind("word", "one word", lambda text: matching(r"[A-Za-z0-9_-]+")(text).lower(), "")
 
 # Kinds that can hold whatever is written; elsewhere a shell expansion is a mistake that deserves a word of its own.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher import door_settings
 from launcher.service import TOKEN_NAME
 from launcher.settings import HOST, MODEL_ID, TABLE
 from launcher.vllm_flags import SCHEDULER
@@ -63,6 +64,8 @@ def serve(values: Mapping[str, object], python: Path) -> list[str]:
         "--served-model-name", MODEL_ID,
         "--host", HOST,
         "--port", str(values["port"]),
+        "--allowed-origins", "[]",
+        "--max-logprobs", str(values["max_logprobs"]),
         "--max-model-len", str(values["max_model_len"]),
         "--tensor-parallel-size", str(values["tensor_parallel_size"]),
         *SERVER_FLAGS,
@@ -107,6 +110,7 @@ def serve_environment(values: Mapping[str, object]) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         # vLLM lets a plugin add routes to the API only where it is named here, which keeps others out.
         "VLLM_PLUGINS": "exl3",
+        door_settings.NAME: door_settings.door_rules(lambda name: values[name.lower()]),
         # The log is followed line by line.
         "PYTHONUNBUFFERED": "1",
     }

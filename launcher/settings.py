@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from launcher.errors import Exit, LauncherError
+from launcher.kinds import SWITCH
+from launcher.table import DOOR, Row
+
+
+def parser_of(row: Row) -> Callable[[str], object]:
+    """For argparse, of a row that the cluster's table has too."""
+
+    def parse(text: str) -> object:
+        try:
+            value = row.type.parse(text)
+        except ValueError:
+            value = None
+        if value is None or (row.choices and value not in row.choices):
+            raise argparse.ArgumentTypeError(f"{text[:60]!r} is not {row.needs}")
+        return value
+
+    return parse
 
 
 class Goes(Enum):
@@ -22,7 +39,7 @@ class Goes(Enum):
 @dataclass(frozen=True)
 class Setting:
     name: str  # also the command-line flag: tensor_parallel_size is --tensor-parallel-size
-    type: type
+    type: Callable[[str], object]
     default: object
     goes: Goes
     doc: str
@@ -63,14 +80,21 @@ TABLE = (
         "api_key", str, "", Goes.SERVER_ENVIRONMENT,
         "Key that clients must send. Taken from the environment only.", from_environment="VLLM_API_KEY",
     ),
+    *(Setting(
+        row.name.lower(), bool if row.type is SWITCH else parser_of(row), row.default, Goes.SERVER_ENVIRONMENT,
+        row.doc, row.minimum, row.maximum,
+    ) for row in DOOR),
 )  # fmt: skip
+
+
+DOOR_NAMES = tuple(row.name.lower() for row in DOOR)
 
 
 def add_flags(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> None:
     for setting in TABLE:
         if setting.name not in names or setting.secret:
             continue
-        shown = "" if setting.default in (None, False) else f" Default: {setting.default}."
+        shown = "" if setting.default in (None, False, ()) else f" Default: {setting.default}."
         kind = {"action": "store_true"} if setting.type is bool else {"type": setting.type, "metavar": "VALUE"}
         parser.add_argument(setting.flag, dest=setting.name, default=None, help=setting.doc + shown, **kind)
 

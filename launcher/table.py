@@ -16,6 +16,7 @@ class Goes(Enum):
     LAUNCHER = "launcher"
     ENVIRONMENT = "environment of every rank"
     SERVER = "vLLM"
+    DOOR = "the API server's door"
     NODE = "one node"
 
 
@@ -293,6 +294,40 @@ ENGINE = (
         empty="none"),
 )  # fmt: skip
 
+# Also flags of ./start-local.sh; overlay/vllm_exl3/door/rules.py has their names in small letters.
+DOOR = (
+    Row("METRICS", kinds.CHOICE, "key", Goes.DOOR, Group.API,
+        "Whether `/metrics` asks for the key, where one is set.", choices=("key", "open")),
+    Row("ENGINE_ROUTES", kinds.SWITCH, False, Goes.DOOR, Group.API,
+        "Serve also routes of vLLM that scale, pause or profile the engine, load adapters, or render prompts.",
+        reason="A client could break the engine for all others. Nothing lifts this."),
+    Row("API_DOCS", kinds.SWITCH, False, Goes.DOOR, Group.API, "Serve `/docs`, `/redoc` and `/openapi.json`."),
+    Row("CORS_ORIGINS", kinds.ORIGINS, (), Goes.DOOR, Group.API,
+        "Web pages whose scripts may ask and read, by origin, with commas between them.", empty="no page"),
+    Row("ALLOWED_HOSTS", kinds.HOST_NAMES, (), Goes.DOOR, Group.API,
+        "More names under which a server without a key may be asked.",
+        empty="localhost, this machine's name, and addresses"),
+    Row("MAX_BODY_MIB", kinds.INTEGER, 16, Goes.DOOR, Group.API, "Largest body of a request, MiB.",
+        minimum=1, maximum=1024),
+    Row("MAX_N", kinds.INTEGER, 16, Goes.DOOR, Group.API, "Most answers to one prompt (`n`).",
+        minimum=1, maximum=1024),
+    Row("MAX_PROMPTS", kinds.INTEGER, 64, Goes.DOOR, Group.API, "Most prompts in one request.",
+        minimum=1, maximum=65_536),
+    Row("MAX_LOGPROBS", kinds.INTEGER, 20, Goes.DOOR, Group.API, "Most alternatives told with each token.",
+        flag="--max-logprobs", minimum=1, maximum=1000),
+    Row("MAX_STOP_STRINGS", kinds.INTEGER, 64, Goes.DOOR, Group.API,
+        "Most stop strings of a request, and most of its bad words.", minimum=1, maximum=4096),
+    Row("MAX_GRAMMAR_KIB", kinds.INTEGER, 1024, Goes.DOOR, Group.API,
+        "Largest tools and response format of a request together, KiB.", minimum=1, maximum=65_536),
+    Row("GRAMMAR_TIMEOUT_S", kinds.INTEGER, 10, Goes.DOOR, Group.API,
+        "Seconds of processor time in which the grammars of a request have to compile.", minimum=1, maximum=600),
+    Row("RECEIVE_TIMEOUT_S", kinds.INTEGER, 60, Goes.DOOR, Group.API,
+        "Seconds in which a client has to send its request.", minimum=1, maximum=3600),
+    Row("MAX_CONNECTIONS", kinds.INTEGER, 1024, Goes.DOOR, Group.API,
+        "Most connections at a time; the oldest that waits for nothing gives its place to a new one.",
+        minimum=16, maximum=65_536),
+)  # fmt: skip
+
 API = (
     Row("PORT", kinds.INTEGER, 8888, Goes.SERVER, Group.API, "Port of the API on the first node.",
         flag="--port", minimum=1, maximum=65535),
@@ -302,6 +337,7 @@ API = (
     Row("VLLM_API_KEY", kinds.SECRET, "", Goes.NODE, Group.API,
         "Key that clients must send. `./start.sh key` makes one. It is never printed and in no argument list.",
         secret=True, empty="no key; the API then listens on 127.0.0.1 only"),
+    *DOOR,
 )  # fmt: skip
 
 

@@ -86,6 +86,9 @@ FLAGS = (
     Flag("--quantization", (), always("exl3")),
     Flag("--host", ("BIND", "VLLM_API_KEY"), lambda config, paths: api_host(config)),
     Flag("--port", ("PORT",), text_of("PORT")),
+    # The plugin's door does both; these are vLLM's own bars behind it.
+    Flag("--allowed-origins", ("CORS_ORIGINS",), always("[]")),
+    Flag("--max-logprobs", ("MAX_LOGPROBS",), text_of("MAX_LOGPROBS")),
     Flag("--tensor-parallel-size", (), lambda config, paths: str(config.topology.nodes)),
     Flag("--enable-expert-parallel", ("EXPERT_PARALLEL",), when("EXPERT_PARALLEL", True)),
     Flag("--distributed-executor-backend", ("EXECUTOR",), text_of("EXECUTOR")),

@@ -24,6 +24,8 @@ def test_server_command_is_as_reviewed(values):
         "--served-model-name", "GLM-5.3-Flash-EXL3",
         "--host", "127.0.0.1",
         "--port", "8888",
+        "--allowed-origins", "[]",
+        "--max-logprobs", "20",
         "--max-model-len", "2048",
         "--tensor-parallel-size", "1",
         "--enable-auto-tool-choice", "--tool-call-parser", "glm47", "--reasoning-parser", "glm47",

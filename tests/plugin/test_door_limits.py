@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,9 @@ from door_app import KEY, door, make_app, serving
 from vllm_exl3.door import asked, connections, middleware, rules
 from vllm_exl3.door.errors import Refusal
 from vllm_exl3.door.rules import Rules, RulesError
+
+from launcher import door_settings
+from launcher.table import ROWS
 
 CHAT = "/v1/chat/completions"
 SMALL = Rules(max_body_mib=1, receive_timeout_s=1, max_connections=40)
@@ -234,6 +238,12 @@ def test_the_guard_goes_around_either_protocol_of_uvicorn_once():
 
 
 # Rules
+
+
+def test_the_launchers_settings_are_the_rules():
+    told = json.loads(door_settings.door_rules(lambda name: ROWS[name].default))
+    assert rules.parse({door_settings.NAME: json.dumps(told)}) == Rules() and door_settings.NAME == rules.NAME
+    assert set(told) == {field.name for field in fields(Rules)}
 
 
 def test_rules_are_read_from_the_environment():

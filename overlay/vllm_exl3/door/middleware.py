@@ -162,7 +162,7 @@ def install(
     """Closes the app once all its routes and middleware are there, before it serves. The paths that it took out."""
     removed = routes.remove_others(rules, app)
     trials = GrammarTrials(tokenizer, rules) if tokenizer else None
-    # vLLM's SageMaker layer has put the middleware together; nothing has gone through it, and the next call does it anew.
+    # vLLM's SageMaker layer has put the middleware together; nothing went through it, and the next call does it anew.
     app.middleware_stack = None
     app.add_middleware(Door, rules=rules, client_keys=client_keys, owner_token=owner_token, trials=trials)
     if rules.cors_origins:
