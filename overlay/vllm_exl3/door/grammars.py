@@ -84,7 +84,7 @@ class GrammarTrials:
 
     def _refusal(self, ended: str) -> Refusal:
         limit = self.rules.grammar_timeout_s
-        late = f"is not compiled within {limit} s of processor time"
+        late = f"takes too long to compile (at most {limit} s of processor time, and 1 s to read it)"
         how = {"late": late, "crashed": "exhausts or crashes the compiler"}[ended]
         return Refusal(
             400, "grammar_too_complex",
