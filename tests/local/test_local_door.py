@@ -21,7 +21,7 @@ BOMBS = [
     {"structured_outputs": {"regex": PATTERN}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {
         "type": "object", "properties": {
-            f"p{i}": {"type": "string", "pattern": "^(.{0,900}x){0,900}.{0,%d}$" % (900 + i)} for i in range(40)
+            f"p{i}": {"type": "string", "pattern": f"^(.{{0,900}}x){{0,900}}.{{0,{900 + i}}}$"} for i in range(40)
         }}}}},
 ]  # fmt: skip
 
@@ -97,7 +97,8 @@ def test_others_are_answered_meanwhile(keyed, client):
 
     def throw(number: int) -> None:
         try:
-            client.chat.completions.create(**ASKED, extra_body={"structured_outputs": {"regex": PATTERN + "q" * number}})
+            bomb = {"structured_outputs": {"regex": PATTERN + "q" * number}}
+            client.chat.completions.create(**ASKED, extra_body=bomb)
         except openai.BadRequestError as error:
             refusals.append(error.code)
 
