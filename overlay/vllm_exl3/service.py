@@ -5,17 +5,17 @@ vLLM has such a route in its developer mode only, together with others that run 
 loads an endpoint plugin only where VLLM_PLUGINS names it.
 """
 
-import hashlib
 import os
-import secrets
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import REGISTRY
 from vllm.logger import init_logger
 
 from vllm_exl3.answers import Answers, AnswerWatch
-from vllm_exl3.door import middleware, rules
+from vllm_exl3.door import errors, middleware, rules
+from vllm_exl3.door.errors import Refusal
+from vllm_exl3.door.keys import Keys
 
 logger = init_logger("vllm.exl3")  # below "vllm", so that vLLM's handlers show it
 
@@ -34,6 +34,7 @@ class Service:
     def __init__(self) -> None:
         self.engine_client = None
         self.token = os.environ.get(TOKEN_NAME, "")
+        self.owner = Keys([self.token])
         self.rules = rules.parse(os.environ)
 
     def attach_router(self, app: FastAPI) -> None:
@@ -55,8 +56,9 @@ class Service:
 
     async def reset_cache(self, request: Request) -> JSONResponse:
         """{"emptied": whether}: not while an answer holds a part of the cache; the caller may try again."""
-        if not is_bearer(request.headers.get("Authorization", ""), self.token):
-            return JSONResponse({"error": "Unauthorized"}, 401)
+        if not self.owner.open_with(request.headers.raw):
+            refusal = Refusal(401, "invalid_token", "This route asks for the token of the server's start, no API key.")
+            return Response(errors.body_of(refusal, RESET_PATH), 401, dict(errors.headers_of(refusal)))
         return JSONResponse({"emptied": bool(await self.engine_client.reset_prefix_cache())})
 
 
@@ -68,10 +70,3 @@ def trial_tokenizer(model_config) -> str:
     tokenizer = cached_tokenizer_from_config(model_config=model_config)
     size = model_config.get_vocab_size()
     return xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size).serialize_json()
-
-
-def is_bearer(header: str, token: str) -> bool:
-    """Whether the header carries the token; takes as long whatever it carries."""
-    scheme, _, given = header.partition(" ")
-    digests = (hashlib.sha256(text.encode()).digest() for text in (given, token))
-    return scheme.lower() == "bearer" and secrets.compare_digest(*digests)

@@ -31,12 +31,7 @@ def body_of(refusal: Refusal, path: str) -> bytes:
     return json.dumps({"error": error}).encode()
 
 
-def headers_of(refusal: Refusal, body: bytes) -> list[tuple[bytes, bytes]]:
+def headers_of(refusal: Refusal) -> dict[str, str]:
     """`close` always: what the client may still be sending is not read as the next request."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
-               (b"connection", b"close")]  # fmt: skip
-    if refusal.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    if refusal.status == 503:
-        headers.append((b"retry-after", b"5"))
-    return headers
+    more = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "5"}}.get(refusal.status, {})
+    return {"content-type": "application/json", "connection": "close", **more}

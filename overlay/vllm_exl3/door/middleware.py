@@ -152,7 +152,9 @@ async def refuse(refusal: Refusal, path: str, scope, body: Body, send) -> None:
         kind = "websocket.http.response"
     else:
         await body.drain()
-    await send({"type": f"{kind}.start", "status": refusal.status, "headers": errors.headers_of(refusal, content)})
+    named = {**errors.headers_of(refusal), "content-length": str(len(content))}
+    headers = [(name.encode(), value.encode()) for name, value in named.items()]
+    await send({"type": f"{kind}.start", "status": refusal.status, "headers": headers})
     await send({"type": f"{kind}.body", "body": b"" if scope.get("method") == "HEAD" else content})
 
 
