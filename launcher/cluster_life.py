@@ -27,17 +27,20 @@ from launcher import (
     preflight,
     recipe,
     remote,
+    reports,
     running_checks,
     watch,
     weights_checks,
 )
 from launcher import plan as texts
+from launcher import status as runs
 from launcher.cluster_state import ClusterState, Files, StartedUnit, files_of, new_state
 from launcher.content_checks import RECIPE_LABEL
 from launcher.errors import Exit, LauncherError
-from launcher.lifecycle import duration, print_answered, signals_ignored, signals_interrupt
+from launcher.lifecycle import print_answered, signals_ignored, signals_interrupt
 from launcher.remote import Node
 from launcher.settings import MODEL_ID
+from launcher.status import LostGpu, Status, UnitStatus
 from launcher.vllm_flags import api_host
 from launcher.weights import sync as weights_sync
 
@@ -71,13 +74,10 @@ def look(config, state: ClusterState | None) -> preflight.Context:
     return context if link_runs.CHECK in config["SKIP_CHECKS"] else link_runs.with_runs(context)
 
 
-def check(config) -> Exit:
+def check(config, *, as_json: bool = False) -> Exit:
     context = look(config, files_of(config).read_state())
     findings = preflight.run_checks(context, config["SKIP_CHECKS"])
-    print(preflight.describe(findings))
-    print("A start checks more, once there is something to look at:")
-    print("\n".join(f"      {name:<18} {what}" for name, what in running_checks.RUNNING_CHECKS.items()))
-    return Exit.REFUSED if preflight.failed(findings) else Exit.OK
+    return reports.tell(preflight.CheckReport(findings), as_json=as_json, notes=config.notes)
 
 
 def refuse_bad_findings(context) -> None:
@@ -454,47 +454,43 @@ def log_path(files: Files, rank: int, unit: str) -> Path:
 # Status and logs
 
 
-def status(config) -> Exit:
+def status(config, *, as_json: bool = False) -> Exit:
+    return reports.tell(status_of(config), as_json=as_json, notes=config.notes)
+
+
+def status_of(config) -> Status:
     files = files_of(config)
     state = files.read_state()
     if state is None:
-        print("status:   not running")
-        return Exit.NOT_RUNNING
-    states = [watch.state_of(unit) for unit in state.units]
-    dead = {unit.node.rank for unit, found in zip(state.units, states, strict=True) if not (found or {}).get("Running")}
-    lost = watch.lost_gpus(state, dead)
-    alive = all((found or {}).get("Running") for found in states) and bool(states) and not lost
+        return Status(runs.NOT_RUNNING)
+    found = [unit_status(unit, watch.state_of(unit)) for unit in state.units]
+    lost = watch.lost_gpus(state, {unit.node for unit in found if unit.state != "runs"})
+    alive = bool(found) and all(unit.state == "runs" for unit in found) and not lost
     door = urlsplit(state.url)  # of what runs; the settings may have changed since
     answers = alive and canary.is_healthy(door.port, door.hostname)
-    now, moves, waited = look_at_progress(door.hostname, door.port) if answers else (counters.Counters(), False, "")
-    word = ("ready" if moves else "stuck") if state.ready and answers else ("starting" if alive else "broken")
-    if state.ready and alive and not answers:
-        word = "not answering"
-    rows = {
-        "status": word, "phase": state.phase, "model id": MODEL_ID, "address": f"{state.url}/v1",
-        "uptime": duration(time.time() - state.since),
-        "progress": counters.progress_row(now) + waited if answers else "none",
-        **dict(counters.rows(now) if answers else ()), "record": files.record_path,
-    }  # fmt: skip
-    print("\n".join(f"{name + ':':<10}{value}" for name, value in rows.items()))
-    for unit, found in zip(state.units, states, strict=True):
-        print(f"          {unit.label}: {spoken(found)}")
-    for node, said in lost:
-        print(f"          node {node.rank} ({node.address}): its container sees no GPU any more ({said}); `restart`")
-    return {"ready": Exit.OK, "starting": Exit.STARTING}.get(word, Exit.SERVER)
+    now, silent_s = look_at_progress(door.hostname, door.port) if answers else (None, 0)
+    word = (runs.STUCK if silent_s else runs.READY) if state.ready and answers else runs.STARTING
+    if state.ready and not answers:
+        word = runs.NOT_ANSWERING
+    return Status(
+        word if alive else runs.BROKEN, phase=state.phase, since=state.since, url=f"{state.url}/v1", counters=now,
+        silent_s=silent_s, units=found, record=str(files.record_path),
+        lost_gpus=[LostGpu(node.rank, node.address, said) for node, said in lost],
+    )  # fmt: skip
 
 
-def spoken(state: dict | None) -> str:
-    if state is None:
-        return "node not reached"
-    if state.get("Running"):
-        return "runs"
-    return f"ended with exit code {state['ExitCode']}" if "ExitCode" in state else "gone"
+def unit_status(started: StartedUnit, found: dict | None) -> UnitStatus:
+    """As Docker, or the runner in its words, tells of it. None: the node was not reached."""
+    state, code = "not reached", None
+    if found is not None:
+        code = None if found.get("Running") else found.get("ExitCode")
+        state = "runs" if found.get("Running") else "gone" if code is None else "ended"
+    return UnitStatus(started.node.rank, started.node.address, started.unit.name, state, code)
 
 
-def look_at_progress(host: str, port: int) -> tuple[counters.Counters, bool, str]:
-    """(counters, whether the engine moves, what was waited for in vain). /health is 200 also when every rank waits for
-    another."""
+def look_at_progress(host: str, port: int) -> tuple[counters.Counters, int]:
+    """(counters, seconds in which nothing moved though requests run; 0: it moves). /health is 200 also when every rank
+    waits for another."""
     before = after = counters.fetch(host, port) or counters.Counters()
     waited_s = 0
     while before.get(counters.RUNNING) and waited_s < STUCK_AFTER_S:
@@ -503,8 +499,7 @@ def look_at_progress(host: str, port: int) -> tuple[counters.Counters, bool, str
         after = counters.fetch(host, port) or counters.Counters()
         if not counters.is_stuck(before, after):
             break
-    stuck = counters.is_stuck(before, after)
-    return after, not stuck, f", no token in {waited_s} s" if stuck else ""
+    return after, waited_s if counters.is_stuck(before, after) else 0
 
 
 def logs(config, rank: int, follow: bool) -> Exit:

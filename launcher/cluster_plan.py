@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from launcher import commands, refusals
 from launcher.commands import NOT_CARRIED_FILE, RAY_PORTS, SECRETS, Found, Place, Unit, host_port
 from launcher.config import BUILT_IN, REDACTED
-from launcher.errors import LauncherError
+from launcher.errors import Exit, LauncherError
 from launcher.plan import pairs
 from launcher.vllm_flags import api_host
 
@@ -272,6 +272,51 @@ def describe_rank(rank: RankPlan) -> str:
     for unit in (rank.units[0], *rank.guards):
         lines += [f"# start {unit.name}", block(unit.start)]
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What `plan` tells."""
+
+    kind: ClassVar[str] = "plan"
+    plan: Plan
+    code: ClassVar[Exit] = Exit.OK
+    problem: ClassVar[str] = ""
+
+    def body(self) -> Mapping[str, object]:
+        config = self.plan.config
+        return {
+            "topology": config.topology.name,
+            "url": f"{self.plan.url}/v1",
+            "settings": [{"name": name, "value": config.text(name), "source": config.sources[name]}
+                         for name in sorted(config.values) if config.sources[name] != BUILT_IN],
+            "ports": [{"node": port.rank, "number": port.number or None, "owner": port.owner, "bind": port.bind}
+                      for port in self.plan.ports],
+            "nodes": [node_body(rank) for rank in self.plan.ranks],
+            "ray_nodes": list(self.plan.ray_nodes),
+            "unresolved": self.plan.unresolved,
+        }  # fmt: skip
+
+    def text(self) -> str:
+        return describe(self.plan).removesuffix("\n")
+
+
+def node_body(rank: RankPlan) -> Mapping[str, object]:
+    """The environment file is there by its variables, the programs that are sent by their paths."""
+    return {
+        "rank": rank.rank,
+        "address": rank.address,
+        "name": rank.name,
+        "folders": list(rank.folders),
+        "files": [{"path": file.path, "mode": f"{file.mode:04o}"} for file in rank.files],
+        "environment": {name: shown(name, value) for name, value in sorted(rank.environment.items())},
+        "units": [unit_body(unit) for unit in rank.units],
+        "guards": [unit_body(unit) for unit in rank.guards],
+    }
+
+
+def unit_body(unit: Unit) -> Mapping[str, object]:
+    return {"name": unit.name, "start": list(unit.start)}
 
 
 def block(argv: Sequence[str]) -> str:

@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from launcher import canary, checkpoint, console, counters, environment, phases, processes, service
+from launcher import canary, checkpoint, console, counters, environment, phases, processes, reports, service
 from launcher import plan as plans
 from launcher import server as servers
+from launcher import status as runs
 from launcher.errors import Exit, LauncherError
 from launcher.settings import HOST, MODEL_ID
 from launcher.state import State, StateFile, this_process
+from launcher.status import Status
 
 STOP_PATIENCE_S = 60
 # vLLM does not listen to Ctrl-C while its engine starts, and there is no request yet that could be brought to its end.
@@ -82,10 +84,15 @@ def check_before(values: Mapping[str, object]) -> list[canary.Question]:
 
 
 def note_ignored(plan: plans.Plan) -> None:
+    for note in ignored_notes(plan):
+        console.say(note)
+
+
+def ignored_notes(plan: plans.Plan) -> list[str]:
     # Python's own names are set by start-local.sh too, so they say nothing about the caller.
     names = [name for name in plan.ignored if not name.startswith("PYTHON")]
-    if names:
-        console.say(f"Ignored from your environment (the server has settings of its own): {', '.join(names)}")
+    said = f"Ignored from your environment (the server has settings of its own): {', '.join(names)}"
+    return [said] if names else []
 
 
 def bring_up(values, plan: plans.Plan, state_file: StateFile, questions) -> tuple[subprocess.Popen, State]:
@@ -219,23 +226,21 @@ def wait_for_end(state: State) -> None:
         time.sleep(0.1)
 
 
-def status(values: Mapping[str, object]) -> Exit:
+def status(values: Mapping[str, object], *, as_json: bool = False) -> Exit:
+    return reports.tell(status_of(values), as_json=as_json)
+
+
+def status_of(values: Mapping[str, object]) -> Status:
     state = StateFile(values["run_dir"]).read_alive()
     if state is None:
-        print("status:   not running")
-        return Exit.NOT_RUNNING
+        return Status(runs.NOT_RUNNING)
     answers = state.ready and answers_with_model(state.port)
-    word = ("ready" if answers else "not answering") if state.ready else "starting"
-    rows = {
-        "status": word, "phase": state.phase, "model id": MODEL_ID, "model": state.model,
-        "address": f"http://{HOST}:{state.port}/v1", "answers": "yes" if answers else "no",
-        "uptime": duration(time.time() - state.since), "pid": state.main_process.pid, "log": state.log,
-    }  # fmt: skip
-    if answers:
-        found = counters.fetch(HOST, state.port) or counters.Counters()
-        rows |= {"progress": counters.progress_row(found), **dict(counters.rows(found))}
-    print("\n".join(f"{name + ':':<10}{value}" for name, value in rows.items()))
-    return Exit.OK if answers else (Exit.SERVER if state.ready else Exit.STARTING)
+    return Status(
+        (runs.READY if answers else runs.NOT_ANSWERING) if state.ready else runs.STARTING,
+        phase=state.phase, since=state.since, url=f"http://{HOST}:{state.port}/v1", model=state.model,
+        pid=state.main_process.pid, log=state.log,
+        counters=(counters.fetch(HOST, state.port) or counters.Counters()) if answers else None,
+    )  # fmt: skip
 
 
 def answers_with_model(port: int) -> bool:
@@ -276,12 +281,6 @@ def ready_state(state_file: StateFile) -> State | None:
     elif not state.ready:
         raise LauncherError(f"The start is in phase {state.phase}; wait until it is over.", Exit.STARTING)
     return state
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else (f"{minutes} min {rest} s" if minutes else f"{rest} s")
 
 
 def logs(values: Mapping[str, object], follow: bool) -> Exit:

@@ -1,0 +1,51 @@
+"""What a command found, told once: as text for people, or as the one JSON document that docs/json.md describes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from launcher import arguments, version
+from launcher.errors import Exit, LauncherError
+
+# Grows when a field goes or changes its meaning, not when one is added.
+SCHEMA_VERSION = 1
+
+
+class Report(Protocol):
+    kind: str  # the schema: launcher/schemas/KIND.json
+
+    @property
+    def code(self) -> Exit: ...
+
+    @property
+    def problem(self) -> str:
+        """The sentence that goes with a code other than OK."""
+
+    def text(self) -> str: ...
+
+    def body(self) -> Mapping[str, object]: ...
+
+
+def tell(report: Report, *, as_json: bool, notes: Sequence[str] = ()) -> Exit:
+    print(render(report.kind, report.code, report.problem, report.body(), notes) if as_json else report.text())
+    return report.code
+
+
+@contextmanager
+def errors_told(words: Sequence[str]) -> Iterator[None]:
+    """A refusal passes through; where JSON was asked for, it is also the document."""
+    try:
+        yield
+    except LauncherError as error:
+        if arguments.wants_json(words):
+            print(render("error", error.code, str(error), {}))
+        raise
+
+
+def render(kind: str, code: Exit, problem: str, body: Mapping[str, object], notes: Sequence[str] = ()) -> str:
+    error = {"exit_code": int(code), "name": code.name, "message": problem} if code else None
+    head = {"schema": kind, "schema_version": SCHEMA_VERSION, "version": version.product()}
+    return json.dumps({**head, "exit_code": int(code), "error": error, "notes": list(notes), **body}, indent=2)
