@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from launcher import console, environment, lifecycle, local_soak, programs, reports, settings, soak
+from launcher import console, environment, libraries, lifecycle, local_soak, programs, reports, settings, soak
 from launcher import plan as plans
 from launcher.arguments import parse
 from launcher.errors import Exit, LauncherError
@@ -56,6 +56,8 @@ def main(arguments: list[str]) -> int:
 
 def carry_out(arguments: list[str], ambient: dict[str, str]) -> Exit:
     if arguments[0] == "cluster":
+        parse(programs.of(arguments[2]), arguments[3:])  # help, version and wrong usage need none of what follows
+        os.environ.update(libraries.SILENT)
         # Needs python-dotenv, which the local topology's bare interpreter does not have.
         from launcher import cluster
 

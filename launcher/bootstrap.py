@@ -11,10 +11,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from launcher import pip_output  # noqa: E402 - found in the checkout, not beside this file
+
 FOLDER = ROOT / ".venv-launcher"
 LOCK = ROOT / "requirements" / "launcher.txt"
+LOG = ROOT / ".run" / "bootstrap.log"
 OLDEST = (3, 10)
 REFUSED, SETUP = 3, 4  # as launcher.errors.Exit has them
+
+# -I: neither the user's folder nor its PYTHON* variables take part; then our own root comes first.
+START = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module('launcher', run_name='__main__')"
 
 
 def wanted_stamp():
@@ -57,27 +65,44 @@ def make(stamp, source):
 def must(command):
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
-        said = done.stdout.decode(errors="replace").strip().splitlines()[-5:]
-        print("\n".join("    " + line for line in said), file=sys.stderr)
-        fix = "see above; the package index must be reachable once, or a bundle be named (./download.sh --from DIR)"
-        if "ensurepip" in done.stdout.decode(errors="replace"):
-            fix = "install it, on Debian or Ubuntu with: sudo apt-get install python3-venv"
-        print(f"launcher: its Python environment {FOLDER} could not be made: {fix}.", file=sys.stderr)
-        sys.exit(SETUP)
+        LOG.parent.mkdir(parents=True, exist_ok=True)
+        LOG.write_bytes(done.stdout)
+        reason = pip_output.reason(done.stdout.decode(errors="replace"))
+        refuse(
+            f"launcher: its Python environment {FOLDER} could not be made: {reason}. Without a network, a bundle stands "
+            f"in: ./download.sh --from DIR. All that was said is in {LOG}.", SETUP,
+        )  # fmt: skip
+
+
+def refuse(text, code):
+    print(text, file=sys.stderr)
+    if "--json" in sys.argv and sys.version_info >= OLDEST:
+        from launcher import errors, reports
+
+        print(reports.render("error", errors.Exit(code), text, {}))
+    sys.exit(code)
 
 
 def main(arguments):
     if sys.version_info < OLDEST:
         found = ".".join(map(str, sys.version_info[:3]))
-        print(f"python3 is {found} here, the launcher needs 3.10 or newer; install one.", file=sys.stderr)
-        sys.exit(REFUSED)
+        refuse(f"python3 is {found} here, the launcher needs 3.10 or newer; install one.", REFUSED)
+    if asks_about_us(arguments[2:]):
+        # -S: packages that happen to be on this machine are not those of the lock.
+        go_on(sys.executable, ["-I", "-S"], arguments)
     stamp = wanted_stamp()
     if not is_complete(stamp):
         make(stamp, wheels_of(arguments))
-    python = str(FOLDER / "bin" / "python")
-    # -I: neither the user's folder nor its PYTHON* variables take part; then our own root comes first.
-    start = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module('launcher', run_name='__main__')"
-    os.execv(python, [python, "-I", "-c", start, str(ROOT), "cluster", *arguments])
+    go_on(str(FOLDER / "bin" / "python"), ["-I"], arguments)
+
+
+def asks_about_us(words):
+    """Help, version and completion are printed without any package, also before the first set-up."""
+    return bool({"-h", "--help"} & set(words)) or words[:1] in (["--version"], ["completion"])
+
+
+def go_on(python, flags, arguments):
+    os.execv(python, [python, *flags, "-c", START, str(ROOT), "cluster", *arguments])
 
 
 if __name__ == "__main__":

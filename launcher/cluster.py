@@ -19,12 +19,14 @@ from launcher import (
     console,
     envfile,
     images,
+    libraries,
     memory_plan,
     programs,
     reports,
     soak,
 )
 from launcher.arguments import parse
+from launcher.cluster_state import files_of
 from launcher.commands import REPOSITORY
 from launcher.config import Config, load, of_what_runs
 from launcher.errors import Exit, LauncherError
@@ -68,6 +70,7 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
     if options.command == "plan":
         plan = cluster_plan.make(config, more_notes=memory_plan.notes(config))
         return reports.tell(cluster_plan.PlanReport(plan), as_json=options.json, notes=plan.notes)
+    libraries.log_to(files_of(config).folder)
     for note in config.notes:
         console.say(f"Note: {note}")
     if options.command == "logs":

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launcher import console
+from launcher import console, pip_output
 from launcher.errors import Exit, LauncherError
 from launcher.settings import REPOSITORY
 
@@ -225,7 +225,7 @@ def environment_lock(sources: Sources):
 
 
 class Installer:
-    """The steps. Each one's commands write to the log; a failure shows its tail."""
+    """The steps. Each one's commands write to the log; a failure tells the reason."""
 
     def __init__(self, sources: Sources, log, environment: Mapping[str, str]):
         self.sources = sources
@@ -276,6 +276,7 @@ class Installer:
     def call(self, command: list[str], progress, total: int = 0) -> int:
         self.log.write(f"$ {' '.join(command)}\n")
         self.log.flush()
+        self.said_from, self.is_own = Path(self.log.name).stat().st_size, command[1] == "-c"
         child = subprocess.Popen(
             command, stdout=self.log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=dict(self.environment)
         )
@@ -297,14 +298,18 @@ class Installer:
         return "installing" if "Installing collected" in text else f"{done} of about {total}"
 
     def fail(self, step: str, what: str) -> None:
-        self.log.flush()
         path = Path(self.log.name)
-        tail = path.read_text(errors="replace").splitlines()[-15:]
-        console.say("\n" + "\n".join(f"    {line}" for line in tail))
         raise LauncherError(
-            f"environment: step {step}: {what}; nothing half-made will be used, look at {path} and start again.",
+            f"environment: step {step}: {what}: {self.reason()}; nothing half-made will be used, look at {path} and "
+            f"start again.",
             Exit.SETUP,
         )
+
+    def reason(self) -> str:
+        """Of the last command. A program of this file says it in its last line; pip's words stay in the log."""
+        self.log.flush()
+        said = Path(self.log.name).read_bytes()[self.said_from :].decode(errors="replace").strip()
+        return said.splitlines()[-1].rstrip(".") if self.is_own and said else pip_output.reason(said)
 
 
 def count_packages(lock: Path) -> int:

@@ -217,5 +217,10 @@ def add_bundle(parser) -> None:
 # All
 
 
+def of(name: str) -> Program:
+    """By the word that the script hands to the launcher: a topology, or `weights`."""
+    return weights() if name == "weights" else cluster(TOPOLOGIES[name])
+
+
 def programs() -> list[Program]:
     return [*map(cluster, TOPOLOGIES.values()), weights(), local()]

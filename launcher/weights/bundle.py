@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher import console
+from launcher import console, pip_output
 from launcher.errors import Exit, LauncherError
 from launcher.settings import REPOSITORY
 from launcher.weights import download, place, record
@@ -69,10 +70,10 @@ def collect_wheels(folder: Path) -> None:
         with console.phase(f"wheels, {what}"):
             done = subprocess.run([*pip, *words, *common], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            logging.getLogger("pip").error(done.stderr)
             raise LauncherError(
-                f"{folder}: the launcher's packages for {what} could not be collected ({last}); the package index must "
-                f"be reachable. What is in the bundle already is kept: run the same command again.", Exit.SETUP,
+                f"{folder}: the launcher's packages for {what} could not be collected: {pip_output.reason(done.stderr)}. "
+                f"What is in the bundle already is kept: run the same command again.", Exit.SETUP,
             )  # fmt: skip
 
 

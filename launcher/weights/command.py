@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher import config, console, programs
+from launcher import config, console, libraries, programs
 from launcher.arguments import parse
 from launcher.cluster import read_text
+from launcher.cluster_state import files_of
 from launcher.commands import REPOSITORY
 from launcher.config import Config
 from launcher.errors import Exit, LauncherError
@@ -24,7 +25,9 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
     script, *words = arguments
     console.set_program(f"./{script}")
     options = parse(programs.weights(), words)
-    jobs = jobs_of(read_config(options.settings, ambient))
+    settings = read_config(options.settings, ambient)
+    libraries.log_to(files_of(settings).folder)
+    jobs = jobs_of(settings)
     try:
         carry_out(options, jobs)
     except KeyboardInterrupt:
