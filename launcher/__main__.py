@@ -11,6 +11,8 @@ from launcher import plan as plans
 from launcher.arguments import parse
 from launcher.errors import Exit, LauncherError
 
+INTERRUPTED = "Interrupted; nothing was left running."
+
 
 def run(options: argparse.Namespace, ambient: dict[str, str]) -> Exit:
     values = settings.resolve(vars(options), ambient)
@@ -19,7 +21,8 @@ def run(options: argparse.Namespace, ambient: dict[str, str]) -> Exit:
     if options.command == "plan":
         plan = lifecycle.plan_for(values, ambient)
         lifecycle.note_ignored(plan)
-        return reports.tell(plans.PlanReport(plan), as_json=options.json, notes=lifecycle.ignored_notes(plan))
+        report = reports.PlanReport(plans.body(plan), plans.describe(plan))
+        return reports.tell(report, as_json=options.json, notes=lifecycle.ignored_notes(plan))
     if options.command == "setup":
         values["run_dir"].mkdir(parents=True, exist_ok=True)
         environment.make_environment(environment.Sources(), values["run_dir"] / "environment.log", options.tests)
@@ -40,13 +43,14 @@ def main(arguments: list[str]) -> int:
         print("usage: ./start-local.sh, ./start.sh, ./start-tp3.sh or ./start-tp4.sh COMMAND", file=sys.stderr)
         return Exit.OK if arguments[:1] in (["-h"], ["--help"]) else Exit.USAGE
     try:
-        with reports.errors_told(arguments):
-            return carry_out(arguments, dict(os.environ))
+        return carry_out(arguments, dict(os.environ))
     except LauncherError as error:
         console.say(f"\n{error}")
+        reports.tell_error(str(error), error.code, arguments)
         return error.code
     except KeyboardInterrupt:
-        console.say("\nInterrupted; nothing was left running.")
+        console.say(f"\n{INTERRUPTED}")
+        reports.tell_error(INTERRUPTED, Exit.INTERRUPTED, arguments)
         return Exit.INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output, `head` for one, has seen enough.
@@ -57,7 +61,8 @@ def main(arguments: list[str]) -> int:
 def carry_out(arguments: list[str], ambient: dict[str, str]) -> Exit:
     if arguments[0] == "cluster":
         parse(programs.of(arguments[2]), arguments[3:])  # help, version and wrong usage need none of what follows
-        os.environ.update(libraries.SILENT)
+        if arguments[2] == "weights":
+            libraries.hold_back()
         # Needs python-dotenv, which the local topology's bare interpreter does not have.
         from launcher import cluster
 

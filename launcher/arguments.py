@@ -70,6 +70,9 @@ def parse(program: Program, words: Sequence[str]) -> argparse.Namespace:
 
 
 def with_default(program: Program, words: Sequence[str]) -> list[str]:
+    """`help COMMAND`, as of other programs, is another way to write `COMMAND --help`."""
+    if words[:1] == ["help"]:
+        return [*words[1:], "--help"]
     names_command = bool(words) and (not words[0].startswith("-") or words[0] in HELP_OR_VERSION)
     return list(words) if names_command else [program.default, *words]
 
@@ -89,9 +92,8 @@ def make_parser(program: Program) -> Parser:
 
 
 def add_command(commands, program: Program, command: Command) -> None:
-    text = command.doc[0].upper() + command.doc[1:] + "."
     more = f"Examples and exit codes: {program.script} --help. {program.docs}"
-    made = commands.add_parser(command.name, description=wrapped(text), epilog=command.more or wrapped(more))
+    made = commands.add_parser(command.name, description=sentence(command.doc), epilog=command.more or wrapped(more))
     add_flags(made, command)
 
 
@@ -153,6 +155,10 @@ def in_columns(rows: Sequence[tuple[str, str]], first: int) -> list[str]:
         lines += textwrap.wrap(right, width(), initial_indent=margin if is_narrow else head.ljust(start),
                                subsequent_indent=margin, break_on_hyphens=False)  # fmt: skip
     return lines
+
+
+def sentence(doc: str) -> str:
+    return wrapped(doc[0].upper() + doc[1:] + ".")
 
 
 def wrapped(text: str) -> str:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(ROOT))
 
 from launcher import pip_output  # noqa: E402 - found in the checkout, not beside this file
 
@@ -69,17 +69,17 @@ def must(command):
         LOG.write_bytes(done.stdout)
         reason = pip_output.reason(done.stdout.decode(errors="replace"))
         refuse(
-            f"launcher: its Python environment {FOLDER} could not be made: {reason}. Without a network, a bundle stands "
-            f"in: ./download.sh --from DIR. All that was said is in {LOG}.", SETUP,
+            f"launcher: its Python environment {FOLDER} could not be made: {reason}. Without a network, "
+            f"./download.sh --from DIR makes it from a bundle. What was said is in {LOG}.", SETUP,
         )  # fmt: skip
 
 
 def refuse(text, code):
     print(text, file=sys.stderr)
-    if "--json" in sys.argv and sys.version_info >= OLDEST:
+    if sys.version_info >= OLDEST:
         from launcher import errors, reports
 
-        print(reports.render("error", errors.Exit(code), text, {}))
+        reports.tell_error(text, errors.Exit(code), sys.argv)
     sys.exit(code)
 
 
@@ -98,7 +98,7 @@ def main(arguments):
 
 def asks_about_us(words):
     """Help, version and completion are printed without any package, also before the first set-up."""
-    return bool({"-h", "--help"} & set(words)) or words[:1] in (["--version"], ["completion"])
+    return bool({"-h", "--help"} & set(words)) or words[:1] in (["--version"], ["completion"], ["help"])
 
 
 def go_on(python, flags, arguments):

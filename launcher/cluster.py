@@ -69,7 +69,8 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
     config = read_config(topology, env_path, ambient, options.command)
     if options.command == "plan":
         plan = cluster_plan.make(config, more_notes=memory_plan.notes(config))
-        return reports.tell(cluster_plan.PlanReport(plan), as_json=options.json, notes=plan.notes)
+        report = reports.PlanReport(cluster_plan.body(plan), cluster_plan.describe(plan).rstrip("\n"))
+        return reports.tell(report, as_json=options.json, notes=plan.notes)
     libraries.log_to(files_of(config).folder)
     for note in config.notes:
         console.say(f"Note: {note}")

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from launcher import commands, refusals
 from launcher.commands import NOT_CARRIED_FILE, RAY_PORTS, SECRETS, Found, Place, Unit, host_port
 from launcher.config import BUILT_IN, REDACTED
-from launcher.errors import Exit, LauncherError
+from launcher.errors import LauncherError
 from launcher.plan import pairs
 from launcher.vllm_flags import api_host
 
@@ -274,31 +274,20 @@ def describe_rank(rank: RankPlan) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class PlanReport:
-    """What `plan` tells."""
-
-    kind: ClassVar[str] = "plan"
-    plan: Plan
-    code: ClassVar[Exit] = Exit.OK
-    problem: ClassVar[str] = ""
-
-    def body(self) -> Mapping[str, object]:
-        config = self.plan.config
-        return {
-            "topology": config.topology.name,
-            "url": f"{self.plan.url}/v1",
-            "settings": [{"name": name, "value": config.text(name), "source": config.sources[name]}
-                         for name in sorted(config.values) if config.sources[name] != BUILT_IN],
-            "ports": [{"node": port.rank, "number": port.number or None, "owner": port.owner, "bind": port.bind}
-                      for port in self.plan.ports],
-            "nodes": [node_body(rank) for rank in self.plan.ranks],
-            "ray_nodes": list(self.plan.ray_nodes),
-            "unresolved": self.plan.unresolved,
-        }  # fmt: skip
-
-    def text(self) -> str:
-        return describe(self.plan).removesuffix("\n")
+def body(plan: Plan) -> Mapping[str, object]:
+    """The plan for programs; `describe` has the same for people."""
+    config = plan.config
+    return {
+        "topology": config.topology.name,
+        "url": f"{plan.url}/v1",
+        "settings": [{"name": name, "value": config.text(name), "source": config.sources[name]}
+                     for name in sorted(config.values) if config.sources[name] != BUILT_IN],
+        "ports": [{"node": port.rank, "number": port.number or None, "owner": port.owner, "bind": port.bind}
+                  for port in plan.ports],
+        "nodes": [node_body(rank) for rank in plan.ranks],
+        "ray_nodes": list(plan.ray_nodes),
+        "unresolved": plan.unresolved,
+    }  # fmt: skip
 
 
 def node_body(rank: RankPlan) -> Mapping[str, object]:

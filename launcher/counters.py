@@ -135,7 +135,8 @@ def numbers(counters: Counters) -> Mapping[str, object]:
         },
         "loops": None if ANSWERING not in counters else {
             "answers_running": count(ANSWERING), "answers_repeating": count(REPEATING),
-            "answers_ended": count(ANSWERED), "answers_ended_repeating": count(REPEATED), "responses_unread": count(UNREAD),
+            "answers_ended": count(ANSWERED), "answers_ended_repeating": count(REPEATED),
+            "responses_unread": count(UNREAD),
         },
     }  # fmt: skip
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
-from logging.handlers import RotatingFileHandler
+from logging.handlers import MemoryHandler, RotatingFileHandler
 from pathlib import Path
 
 from launcher import console
 
 NAME = "libraries.log"
 LARGEST_BYTES = 1_000_000
-# For the process, before anything is imported that would draw a bar: tqdm reads its own when it is loaded.
+# For the process: both are read when the library is loaded.
 SILENT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 
 # (library, what its warning holds, what that means for the user)
@@ -40,6 +41,9 @@ class LibraryLog(RotatingFileHandler):
             console.say(f"Note: {sentence} ({self.path} has the details)")
 
 
+REPLACED = (logging.StreamHandler, MemoryHandler, LibraryLog)
+
+
 class WithoutQueries(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return without_queries(super().format(record))
@@ -57,15 +61,26 @@ def sentence_of(record: logging.LogRecord) -> str:
     return next(known, "")
 
 
+def hold_back() -> None:
+    """Before anything is imported that may speak at once: what it says is kept for the log, which a setting places."""
+    os.environ.update(SILENT)
+    logging.captureWarnings(True)
+    logging.getLogger().addHandler(MemoryHandler(capacity=0))
+
+
 def log_to(folder: Path) -> None:
     """From here on no logger and no warning of a library writes to the screen. A log that cannot be written is done
     without: what matters to the user is said by the launcher itself."""
     logging.raiseExceptions = False
     logging.captureWarnings(True)
     root = logging.getLogger()
+    log, kept = LibraryLog(folder / NAME), []
     known = [one for one in root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
     for logger in (root, *known):
-        for handler in list(logger.handlers):
-            if type(handler) in (logging.StreamHandler, LibraryLog):
-                logger.removeHandler(handler)
-    root.addHandler(LibraryLog(folder / NAME))
+        for handler in [one for one in logger.handlers if type(one) in REPLACED]:
+            logger.removeHandler(handler)
+            kept += getattr(handler, "buffer", ())
+            handler.close()
+    root.addHandler(log)
+    for record in kept:
+        log.handle(record)

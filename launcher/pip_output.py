@@ -1,4 +1,4 @@
-"""Why pip or venv failed, in our words; its own are for a log. Standard library only, Python 3.8: the bootstrap reads it."""
+"""Why pip or venv failed, in our words; its own are for a log. Standard library and Python 3.8, for the bootstrap."""
 
 import re
 

@@ -7,9 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-from launcher.errors import Exit
 from launcher.service import TOKEN_NAME
 from launcher.settings import HOST, MODEL_ID, TABLE
 from launcher.vllm_flags import SCHEDULER
@@ -144,29 +142,16 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class PlanReport:
-    """What `plan` tells."""
-
-    kind: ClassVar[str] = "plan"
-    plan: Plan
-    code: ClassVar[Exit] = Exit.OK
-    problem: ClassVar[str] = ""
-
-    def body(self) -> Mapping[str, object]:
-        """As of a cluster with one node, whose settings are those of the command line."""
-        plan = self.plan
-        node = {
-            "rank": 0, "address": HOST, "name": "local", "folders": [str(plan.folder)], "files": [],
-            "environment": {name: shown(name, value) for name, value in sorted(plan.settings.items())},
-            "units": [{"name": "server", "start": list(plan.argv)}], "guards": [],
-        }  # fmt: skip
-        port = {"node": 0, "number": str(plan.port), "owner": "API", "bind": HOST}
-        return {"topology": "local", "url": f"{plan.url}/v1", "settings": [], "ports": [port], "nodes": [node],
-                "ray_nodes": [], "unresolved": []}  # fmt: skip
-
-    def text(self) -> str:
-        return describe(self.plan)
+def body(plan: Plan) -> Mapping[str, object]:
+    """The plan for programs: as of a cluster with one node, whose settings are those of the command line."""
+    node = {
+        "rank": 0, "address": HOST, "name": "local", "folders": [str(plan.folder)], "files": [],
+        "environment": {name: shown(name, value) for name, value in sorted(plan.settings.items())},
+        "units": [{"name": "server", "start": list(plan.argv)}], "guards": [],
+    }  # fmt: skip
+    port = {"node": 0, "number": str(plan.port), "owner": "API", "bind": HOST}
+    return {"topology": "local", "url": f"{plan.url}/v1", "settings": [], "ports": [port], "nodes": [node],
+            "ray_nodes": [], "unresolved": []}  # fmt: skip
 
 
 def pairs(argv: tuple[str, ...]) -> list[str]:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from launcher import settings, soak
-from launcher.arguments import Command, Program
+from launcher.arguments import Command, Program, sentence
 from launcher.topology import TOPOLOGIES, Topology
 
 RUN = ("run_dir",)
@@ -145,7 +145,7 @@ IMAGE_COMMANDS = {
 
 def add_image(parser) -> None:
     commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    made = {name: commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
+    made = {name: commands.add_parser(name, help=doc, description=sentence(doc))
             for name, doc in IMAGE_COMMANDS.items()}  # fmt: skip
     build = made["build"]
     build.add_argument("--base", default="", help="vLLM's image, also with a digest. Default: the Dockerfile's.")

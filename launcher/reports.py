@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from launcher import arguments, version
-from launcher.errors import Exit, LauncherError
+from launcher.errors import Exit
 
 # Grows when a field goes or changes its meaning, not when one is added.
 SCHEMA_VERSION = 1
@@ -29,20 +29,32 @@ class Report(Protocol):
     def body(self) -> Mapping[str, object]: ...
 
 
+@dataclass(frozen=True)
+class PlanReport:
+    """What `plan` tells of a topology, in both forms."""
+
+    kind: ClassVar[str] = "plan"
+    code: ClassVar[Exit] = Exit.OK
+    problem: ClassVar[str] = ""
+    content: Mapping[str, object]
+    words: str
+
+    def body(self) -> Mapping[str, object]:
+        return self.content
+
+    def text(self) -> str:
+        return self.words
+
+
 def tell(report: Report, *, as_json: bool, notes: Sequence[str] = ()) -> Exit:
     print(render(report.kind, report.code, report.problem, report.body(), notes) if as_json else report.text())
     return report.code
 
 
-@contextmanager
-def errors_told(words: Sequence[str]) -> Iterator[None]:
-    """A refusal passes through; where JSON was asked for, it is also the document."""
-    try:
-        yield
-    except LauncherError as error:
-        if arguments.wants_json(words):
-            print(render("error", error.code, str(error), {}))
-        raise
+def tell_error(message: str, code: Exit, words: Sequence[str]) -> None:
+    """Of a command that came to no result: the document, where the command line asks for one. People have been told."""
+    if arguments.wants_json(words):
+        print(render("error", code, message, {}))
 
 
 def render(kind: str, code: Exit, problem: str, body: Mapping[str, object], notes: Sequence[str] = ()) -> str:

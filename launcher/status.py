@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 from launcher import counters
@@ -86,7 +86,8 @@ class Status:
         }[self.status]  # fmt: skip
 
     def body(self) -> Mapping[str, object]:
-        own = {name: value for name, value in asdict(self).items() if name not in ("counters", "since", "silent_s")}
+        own = asdict(replace(self, counters=None))
+        del own["since"], own["silent_s"]
         numbers = counters.numbers(self.counters) if self.counters is not None else None
         return {**own, "model_id": MODEL_ID, "answers": self.answers, "uptime_s": self.uptime_s, "counters": numbers}
 

@@ -72,9 +72,10 @@ def collect_wheels(folder: Path) -> None:
         if done.returncode:
             logging.getLogger("pip").error(done.stderr)
             raise LauncherError(
-                f"{folder}: the launcher's packages for {what} could not be collected: {pip_output.reason(done.stderr)}. "
-                f"What is in the bundle already is kept: run the same command again.", Exit.SETUP,
-            )  # fmt: skip
+                f"{folder}: the launcher's packages for {what} could not be collected: "
+                f"{pip_output.reason(done.stderr)}. What is in the bundle already is kept: run the same command again.",
+                Exit.SETUP,
+            )
 
 
 def take(jobs: Sequence[Job], source: Path, options: Options) -> list[Plan]:
