@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,6 +27,7 @@ from launcher import (
     memory_plan,
     phases,
     preflight,
+    processes,
     recipe,
     remote,
     running_checks,
@@ -35,7 +38,7 @@ from launcher import plan as texts
 from launcher.cluster_state import ClusterState, Files, StartedUnit, files_of, new_state
 from launcher.content_checks import RECIPE_LABEL
 from launcher.errors import Exit, LauncherError
-from launcher.lifecycle import duration, print_answered, signals_ignored, signals_interrupt
+from launcher.lifecycle import SOAK, duration, print_answered, signals_ignored, signals_interrupt
 from launcher.remote import Node
 from launcher.settings import MODEL_ID
 from launcher.vllm_flags import api_host
@@ -46,6 +49,9 @@ POLL_S = 0.5
 STUCK_AFTER_S, LOOK_AGAIN_S = 15, 3
 # The real model thinks before it answers.
 CANARY_TOKENS = 2048
+# What a killed launcher has just told a node to start is there after this, or never.
+HELPERS_S = 30
+STOP = "stop"  # as a phase of the state
 CANARIES = Path(__file__).parent / "canaries"
 
 
@@ -138,7 +144,7 @@ def launch(config, *, may_replace: bool) -> Exit:
         raise LauncherError(config.topology.refusal)
     files = files_of(config)
     with signals_interrupt(), files.lock():
-        state = files.read_state()
+        state = after_broken_off(files)
         if state and not may_replace and any((watch.state_of(unit) or {}).get("Running") for unit in state.units):
             raise LauncherError(
                 f"{config.topology.name} already runs (phase {state.phase}, {state.url}); `restart` checks first and "
@@ -151,11 +157,53 @@ def launch(config, *, may_replace: bool) -> Exit:
         refuse_bad_findings(context)
         plan, questions = plan_of(context), questions_of(config)
         if state:
-            with console.phase("stop"), signals_ignored():
-                end_units(state)
-            files.forget_state()
+            end_run(state, files)
         bring_up(context, plan, questions)
     return Exit.OK
+
+
+def after_broken_off(files: Files) -> ClusterState | None:
+    """What runs. Of a start, a stop or a soak that did not come to its end, the rest is ended here; holds the lock.
+
+    Whoever of this machine was at it has ended, since the lock is ours.
+    """
+    state = files.read_state()
+    if state is None or state.ready:
+        return state
+    if state.launcher.is_elsewhere:
+        raise LauncherError(
+            f"{files.state_path}: phase {state.phase} of {files.topology} runs on {state.launcher.host}, which cannot "
+            f"be seen from here; go on there, or `stop` here ends what it started.",
+            Exit.BUSY,
+        )
+    left = "; ".join(unit.label for unit in state.units if (watch.state_of(unit) or {}).get("Running"))
+    console.say(f"Note: phase {state.phase} was broken off before; ends what that left ({left or 'nothing runs'}).")
+    end_run(state, files)
+    return None
+
+
+def end_run(state: ClusterState, files: Files) -> None:
+    """Whatever kills us meanwhile, the state says what is left and that it was being ended."""
+    broken_off = not state.ready
+    state = files.write_state(state.stopping())
+    with console.phase("stop"), signals_ignored():
+        if remains_here(state):
+            processes.stop_group(state.process.pid, grace_s=1)
+        if broken_off:
+            wait_for_helpers(state)
+        end_units(state)
+    files.forget_state()
+
+
+def wait_for_helpers(state: ClusterState) -> None:
+    """A launcher that was killed leaves the command that it had just given: what that starts must be seen here."""
+    given = [remote.command_for(one.node, one.unit.start) for one in state.units]
+    deadline = time.monotonic() + HELPERS_S
+    while processes.leading(given) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    followers = [remote.command_for(one.node, one.unit.follow) for one in state.units]
+    for pid in processes.leading([*given, *followers]) if given else []:
+        processes.send_group(pid, signal.SIGKILL)
 
 
 def bring_what_is_missing(context, state: ClusterState | None) -> preflight.Context:
@@ -391,9 +439,7 @@ def stop(config) -> Exit:
         if state is None:
             print("Not running.")
             return Exit.OK
-        with console.phase("stop"), signals_ignored():
-            end_units(state)
-        files.forget_state()
+        end_run(state, files)
         print("Stopped.")
     return Exit.OK
 
@@ -455,19 +501,37 @@ def log_path(files: Files, rank: int, unit: str) -> Path:
 
 
 def status(config) -> Exit:
-    files = files_of(config)
+    seen = look_at_run(files_of(config))
+    print("\n".join([*(f"{name + ':':<10}{value}" for name, value in seen.rows.items()),
+                     *(f"          {line}" for line in seen.lines)]))  # fmt: skip
+    return seen.code
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What `status` tells: rows by name, then a line for each thing that runs on a node."""
+
+    rows: Mapping[str, object]
+    code: Exit
+    lines: Sequence[str] = ()
+
+
+def look_at_run(files: Files) -> Seen:
     state = files.read_state()
     if state is None:
-        print("status:   not running")
-        return Exit.NOT_RUNNING
+        return Seen({"status": "not running"}, Exit.NOT_RUNNING)
     states = [watch.state_of(unit) for unit in state.units]
+    lines = [f"{unit.label}: {spoken(found)}" for unit, found in zip(state.units, states, strict=True)]
+    if state.is_broken_off or state.phase in (STOP, SOAK):
+        rows = unready_rows(state, states, files)
+        return Seen(rows, Exit.SERVER if state.is_broken_off else Exit.STARTING, lines)
     dead = {unit.node.rank for unit, found in zip(state.units, states, strict=True) if not (found or {}).get("Running")}
     lost = watch.lost_gpus(state, dead)
-    alive = all((found or {}).get("Running") for found in states) and bool(states) and not lost
+    alive = not dead and bool(states) and not lost
     door = urlsplit(state.url)  # of what runs; the settings may have changed since
     answers = alive and canary.is_healthy(door.port, door.hostname)
     now, moves, waited = look_at_progress(door.hostname, door.port) if answers else (counters.Counters(), False, "")
-    word = ("ready" if moves else "stuck") if state.ready and answers else ("starting" if alive else "broken")
+    word = ("ready" if moves else "stuck") if state.ready and answers else ("broken" if state.ready else "starting")
     if state.ready and alive and not answers:
         word = "not answering"
     rows = {
@@ -476,12 +540,31 @@ def status(config) -> Exit:
         "progress": counters.progress_row(now) + waited if answers else "none",
         **dict(counters.rows(now) if answers else ()), "record": files.record_path,
     }  # fmt: skip
-    print("\n".join(f"{name + ':':<10}{value}" for name, value in rows.items()))
-    for unit, found in zip(state.units, states, strict=True):
-        print(f"          {unit.label}: {spoken(found)}")
-    for node, said in lost:
-        print(f"          node {node.rank} ({node.address}): its container sees no GPU any more ({said}); `restart`")
-    return {"ready": Exit.OK, "starting": Exit.STARTING}.get(word, Exit.SERVER)
+    gpu = "its container sees no GPU any more"
+    lines += [f"node {node.rank} ({node.address}): {gpu} ({said}); `restart`" for node, said in lost]
+    return Seen(rows, {"ready": Exit.OK, "starting": Exit.STARTING}.get(word, Exit.SERVER), lines)
+
+
+def unready_rows(state: ClusterState, states: Sequence[dict | None], files: Files) -> dict[str, object]:
+    """Of what was broken off; of a stop or a soak that is under way."""
+    running = sum((found or {}).get("Running", False) for found in states) + remains_here(state)
+    unreached = sum(found is None for found in states)
+    left = [f"{running} of {len(states) + bool(state.process)}"] * bool(running)
+    left += [f"{unreached} on nodes that were not reached"] * bool(unreached)
+    began = f"{duration(time.time() - state.since)} ago"
+    if not state.is_broken_off:
+        word = {STOP: "stopping", SOAK: "soak"}[state.phase]
+        return {"status": word, "phase": state.phase, "began": began, "pid": state.launcher.pid}
+    return {
+        "status": "broken off", "phase": state.phase, "began": began,
+        "why": f"the launcher did not come to its end: {state.launcher.fate}",
+        "left": f"runs: {', '.join(left)}" if left else "nothing runs any more", "record": files.record_path,
+        "next": f"`{console.program()}` ends what is left and starts; `{console.program()} stop` only ends it",
+    }  # fmt: skip
+
+
+def remains_here(state: ClusterState) -> bool:
+    return bool(state.process and state.process.has_remains)
 
 
 def spoken(state: dict | None) -> str:
