@@ -28,7 +28,7 @@ from launcher import (
 from launcher.arguments import parse
 from launcher.cluster_state import files_of
 from launcher.commands import REPOSITORY
-from launcher.config import Config, load, of_what_runs
+from launcher.config import Config, has_parser, load, of_what_runs
 from launcher.errors import Exit, LauncherError
 from launcher.lifecycle import signals_interrupt
 from launcher.topology import TOPOLOGIES, Topology
@@ -106,6 +106,8 @@ def read_config(topology: Topology, env_path: Path, ambient: Mapping[str, str], 
     text = None
     try:
         text = read_text(env_path)
+        if command in OF_WHAT_RUNS and not has_parser():  # the bootstrap has said so
+            return of_what_runs(topology, text, ambient)
         return load(topology, text, env_path.name, ambient)
     except LauncherError as error:
         if command in OF_WHAT_RUNS:

@@ -31,10 +31,10 @@ MEANINGS: Mapping[Exit, str] = MappingProxyType({
     Exit.REFUSED: "a check or the plan was refused; nothing was started or stopped; `soak`: an engine gave no answer",
     Exit.SETUP: "something could not be set up: Python packages, an image, a file or weights on a node",
     Exit.SERVER: "the server died, was lost, failed a check while it started, or was not ready in time; `status`: it "
-    "does not answer, is broken or stuck; `canary`, `cache reset`: it refused",
+    "does not answer, is broken or stuck, or a start was broken off; `canary`, `cache reset`: it refused",
     Exit.WRONG_ANSWER: "the model answered wrongly, at a start or to `canary`",
     Exit.BUSY: "already running, or another start, sync or soak is under way; `cache reset`: no pause between requests",
-    Exit.STARTING: "`status`, `canary`, `cache reset`: a start is under way",
+    Exit.STARTING: "`status`, `canary`, `cache reset`: a start, a stop or a soak is under way",
     Exit.INTERRUPTED: "interrupted",
 })  # fmt: skip
 

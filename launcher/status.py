@@ -14,9 +14,12 @@ from launcher.settings import MODEL_ID
 
 NOT_RUNNING, STARTING, READY = "not running", "starting", "ready"
 NOT_ANSWERING, STUCK, BROKEN = "not answering", "stuck", "broken"
+STOPPING, SOAK, BROKEN_OFF, ELSEWHERE = "stopping", "soak", "broken off", "elsewhere"
+SERVES_NOTHING = (STOPPING, SOAK, BROKEN_OFF, ELSEWHERE)
 CODES: Mapping[str, Exit] = {
     NOT_RUNNING: Exit.NOT_RUNNING, STARTING: Exit.STARTING, READY: Exit.OK,
     NOT_ANSWERING: Exit.SERVER, STUCK: Exit.SERVER, BROKEN: Exit.SERVER,
+    STOPPING: Exit.STARTING, SOAK: Exit.STARTING, BROKEN_OFF: Exit.SERVER, ELSEWHERE: Exit.SERVER,
 }  # fmt: skip
 
 
@@ -58,6 +61,10 @@ class Status:
     pid: int | None = None
     log: str | None = None
     record: str | None = None
+    host: str | None = None  # where it runs, if that is not this machine
+    why: str | None = None  # it was broken off
+    left: str | None = None  # of what was broken off
+    next: str | None = None  # what to do
     counters: Counters | None = None  # since the server's start; None where it does not answer
     silent_s: int = 0  # so long nothing moved though requests run
     units: Sequence[UnitStatus] = ()
@@ -82,7 +89,9 @@ class Status:
             NOT_RUNNING: "Nothing runs.", STARTING: f"A start is under way, in phase {self.phase}.", READY: "",
             NOT_ANSWERING: f"What runs does not answer at {self.url}.",
             STUCK: f"Requests run, and nothing was read or written in {self.silent_s} s.",
-            BROKEN: f"It is broken: {'; '.join(wrong)}.",
+            BROKEN: f"It is broken: {'; '.join(wrong)}.", STOPPING: "A stop is under way.",
+            SOAK: "A soak is under way.", BROKEN_OFF: f"Phase {self.phase} was broken off: {self.why}; {self.left}.",
+            ELSEWHERE: f"Phase {self.phase} runs on {self.host}, which cannot be seen from here.",
         }[self.status]  # fmt: skip
 
     def body(self) -> Mapping[str, object]:
@@ -100,6 +109,12 @@ class Status:
         if self.status == NOT_RUNNING:
             return
         yield "phase", self.phase
+        if self.status in SERVES_NOTHING:
+            yield from self.known("host")
+            if self.uptime_s is not None:
+                yield "began", f"{duration(self.uptime_s)} ago"
+            yield from self.known("pid", "why", "left", "log", "record", "next")
+            return
         yield "model id", MODEL_ID
         yield from self.known("model")
         yield "address", self.url

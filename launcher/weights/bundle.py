@@ -62,7 +62,7 @@ def write_contents(jobs: Sequence[Job], plans: Sequence[Plan], target: Path) -> 
 
 
 def collect_wheels(folder: Path) -> None:
-    """What .venv-launcher is made of, for this machine and for a Spark."""
+    """What the launcher's own environment is made of, for this machine and for a Spark."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
     common = ["--require-hashes", "--only-binary", ":all:", "--dest", str(folder), "-r", str(LOCK)]
     platforms = [word for _, name in TARGETS for word in ("--platform", name)]
