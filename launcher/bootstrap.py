@@ -159,7 +159,7 @@ def say(text):
 
 def refuse(text, code):
     say(text)
-    if sys.version_info >= OLDEST:
+    if "--json" in sys.argv and sys.version_info >= OLDEST:
         from launcher import errors, reports
 
         reports.tell_error(text, errors.Exit(code), sys.argv)

@@ -35,7 +35,7 @@ class Checkout:
         self.root, self.lock = folder, folder / "requirements/launcher.txt"
         (folder / "launcher").mkdir()
         self.lock.parent.mkdir()
-        for name in ("bootstrap.py", "venvs.py", "__init__.py"):
+        for name in ("bootstrap.py", "venvs.py", "pip_output.py", "__init__.py"):
             shutil.copy(REPOSITORY / "launcher" / name, folder / "launcher" / name)
         (folder / "launcher/__main__.py").write_text(STAND_IN)
         shutil.copy(REPOSITORY / "start.sh", folder)
@@ -113,7 +113,7 @@ def test_without_network_a_new_lock_leaves_the_old_environment_and_what_ends_a_r
     checkout.lock.write_text(UNREACHABLE)
     code, said, errors = checkout.call("start")
     assert (code, said) == (Exit.SETUP, {})
-    assert "could not be made: see above; the package index must be reachable once" in errors.splitlines()[-1]
+    assert "could not be made: the package index has no nothing-of-this-name==1 for this Python" in errors.splitlines()[-1]
     for word in cluster.OF_WHAT_RUNS:
         for python in others:
             code, said, errors = checkout.call(word, python=python)
