@@ -3,10 +3,15 @@
 set -euo pipefail
 root="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)"
 
-for python in python3 python3.12 python3.13 python3.11 python3.14; do
-  if "$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then
-    # -P: a folder named launcher where the user happens to be is not ours.
-    PYTHONPATH="$root" exec "$python" -P -m launcher local "$@"
+# What runs must be stoppable with the Python that is there, whichever it was started with.
+case "${1:-}" in
+  stop | status | logs | cache) suits='sys.version_info >= (3, 10)' ;;
+  *) suits='(3, 11) <= sys.version_info < (3, 15) and __import__("venv") and __import__("ensurepip")' ;;
+esac
+for python in python3 python3.12 python3.13 python3.11 python3.14 python3.10; do
+  if "$python" -c "import sys; sys.exit(not ($suits))" 2>/dev/null; then
+    # -I: a folder named launcher where the user happens to be is not ours, and PYTHON* variables do not count.
+    exec "$python" -I -c 'import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module("launcher", run_name="__main__")' "$root" local "$@"
   fi
 done
 

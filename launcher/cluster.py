@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from launcher import (
@@ -18,90 +19,23 @@ from launcher import (
     console,
     envfile,
     images,
+    libraries,
     memory_plan,
+    programs,
+    reports,
     soak,
 )
+from launcher.arguments import parse
+from launcher.cluster_state import files_of
 from launcher.commands import REPOSITORY
-from launcher.config import Config, load, of_what_runs
+from launcher.config import Config, has_parser, load, of_what_runs
 from launcher.errors import Exit, LauncherError
 from launcher.lifecycle import signals_interrupt
 from launcher.topology import TOPOLOGIES, Topology
 from launcher.weights import share
 
-# command -> what it does
-COMMANDS = {
-    "start": "check every node, then start and wait until questions are answered correctly",
-    "restart": "check every node for the new settings, then replace what runs",
-    "stop": "end what runs, on every node",
-    "status": "tell whether it runs, answers and makes progress",
-    "canary": "ask what runs a few questions with known answers, one of them cold and from the prefix cache",
-    "soak": "ask for ten minutes whether answers in company and from the cache are those given alone; writes a report",
-    "cache": "`cache reset` empties the prefix cache of what runs, between requests",
-    "logs": "print the log of a rank",
-    "check": "look at every node and report; changes nothing",
-    "sync": "copy the weights to the other nodes, and have each verify what it got",
-    "share": "say how the other nodes can read node 0's weights over NFS instead; --yes does it",
-    "plan": "print what each node will run, secrets left out; needs no node",
-    "shell": "open a shell where a rank runs",
-    "image": "build, pull, choose, copy or warm up the image of the containers, or tell what each node has",
-    "key": "make an API key, store it in the env file and so open the API to the network",
-    "import": "read the env file of an older recipe and write ours",
-}
-
-IMAGE_COMMANDS = {
-    "build": "build it here from the released vLLM image, and copy it to the other nodes",
-    "pull": "fetch one from a registry, and copy it to the other nodes",
-    "use": "make an image of this machine the one that containers are started from, such as the previous one",
-    "copy": "send this machine's image to the nodes that lack it",
-    "warm": "compile on this node what needs no model, and copy the caches to the other nodes",
-    "status": "tell what each node has, and whether it is what this checkout would build",
-}
-
 # What needs no settings: the state of the run says which nodes, and how to reach and to end what is there.
 OF_WHAT_RUNS = ("stop", "status", "logs", "cache")
-
-
-def make_parser(script: str, topology: Topology) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=script,
-        description=f"Serve GLM-5.3-Flash-EXL3 on {topology.nodes} DGX Sparks. Without a command: start.",
-        epilog=f"Settings are in {topology.env_file}; docs/configuration.md describes them.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, doc in COMMANDS.items():
-        command = commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
-        if name in ("logs", "shell"):
-            ranks = range(topology.nodes)
-            command.add_argument("rank", nargs="?", type=int, default=0, choices=ranks, help="Default: 0.")
-        if name == "logs":
-            command.add_argument("-f", "--follow", action="store_true", help="Keep printing until Ctrl-C.")
-        if name == "cache":
-            command.add_argument("action", choices=["reset"])
-        if name == "soak":
-            soak.add_options(command)
-        if name == "sync":
-            command.add_argument("--full", action="store_true", help="Hash every byte there again.")
-        if name == "share":
-            command.add_argument("--undo", action="store_true", help="Take it back.")
-            command.add_argument("--yes", action="store_true", help="Run the commands, with sudo where needed.")
-        if name == "image":
-            add_image_commands(command)
-        if name == "import":
-            command.add_argument("file", type=Path, metavar="OLD/.env")
-    return parser
-
-
-def add_image_commands(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    made = {name: commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
-            for name, doc in IMAGE_COMMANDS.items()}  # fmt: skip
-    build = made["build"]
-    build.add_argument("--base", default="", help="vLLM's image, also with a digest. Default: the Dockerfile's.")
-    build.add_argument("--offline", action="store_true", help="Download nothing: image/wheels has every wheel.")
-    build.add_argument("--skip-exllamav3", action="store_true", help="Leave its extension out, to try a build.")
-    build.add_argument("--jobs", type=int, help="Compilers at once. Default: by cores and memory.")
-    made["pull"].add_argument("name", nargs="?", default="", help="Default: what IMAGE names.")
-    made["use"].add_argument("name", help="An image of this machine.")
 
 
 def run_image_command(config: Config, options: argparse.Namespace) -> Exit:
@@ -124,10 +58,9 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         from launcher.weights import command
 
         return command.main([arguments[0], *arguments[2:]], ambient)
-    script, topology = f"./{arguments[0]}", TOPOLOGIES[arguments[1]]
-    console.set_program(script)
-    words = arguments[2:] or ["start"]
-    options = make_parser(script, topology).parse_args(words)
+    topology = TOPOLOGIES[arguments[1]]
+    console.set_program(f"./{arguments[0]}")
+    options = parse(programs.cluster(topology), arguments[2:])
     env_path = REPOSITORY / topology.env_file
     if options.command == "import":
         return envfile.import_old(topology, options.file, env_path)
@@ -135,8 +68,10 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return make_key(topology, env_path)
     config = read_config(topology, env_path, ambient, options.command)
     if options.command == "plan":
-        print(cluster_plan.describe(cluster_plan.make(config, more_notes=memory_plan.notes(config))), end="")
-        return Exit.OK
+        plan = cluster_plan.make(config, more_notes=memory_plan.notes(config))
+        report = reports.PlanReport(cluster_plan.body(plan), cluster_plan.describe(plan).rstrip("\n"))
+        return reports.tell(report, as_json=options.json, notes=plan.notes)
+    libraries.log_to(files_of(config).folder)
     for note in config.notes:
         console.say(f"Note: {note}")
     if options.command == "logs":
@@ -153,6 +88,8 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return share_weights(config, do=options.yes, take_back=options.undo)
     if options.command == "image":
         return run_image_command(config, options)
+    if options.command in ("status", "check"):
+        return getattr(cluster_life, options.command)(config, as_json=options.json)
     return getattr(cluster_life, options.command)(config)
 
 
@@ -169,6 +106,8 @@ def read_config(topology: Topology, env_path: Path, ambient: Mapping[str, str], 
     text = None
     try:
         text = read_text(env_path)
+        if command in OF_WHAT_RUNS and not has_parser():  # the bootstrap has said so
+            return of_what_runs(topology, text, ambient)
         return load(topology, text, env_path.name, ambient)
     except LauncherError as error:
         if command in OF_WHAT_RUNS:
@@ -200,8 +139,8 @@ def config_of_what_runs(
 ) -> Config:
     config = of_what_runs(topology, text, ambient)
     first = str(error).partition("\n")[0].rstrip(".")
-    console.say(f"Note: the settings cannot be used ({first}); this goes by the state in {config['RUN_DIR']}.")
-    return config
+    note = f"the settings cannot be used ({first}); this goes by the state in {config['RUN_DIR']}."
+    return replace(config, notes=(*config.notes, note))
 
 
 def copy_example(env_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -25,19 +26,23 @@ from launcher import (
     memory_plan,
     phases,
     preflight,
+    processes,
     recipe,
     remote,
+    reports,
     running_checks,
     watch,
     weights_checks,
 )
 from launcher import plan as texts
+from launcher import status as runs
 from launcher.cluster_state import ClusterState, Files, StartedUnit, files_of, new_state
 from launcher.content_checks import RECIPE_LABEL
 from launcher.errors import Exit, LauncherError
-from launcher.lifecycle import duration, print_answered, signals_ignored, signals_interrupt
+from launcher.lifecycle import SOAK, print_answered, signals_ignored, signals_interrupt
 from launcher.remote import Node
 from launcher.settings import MODEL_ID
+from launcher.status import LostGpu, Status, UnitStatus
 from launcher.vllm_flags import api_host
 from launcher.weights import sync as weights_sync
 
@@ -46,6 +51,9 @@ POLL_S = 0.5
 STUCK_AFTER_S, LOOK_AGAIN_S = 15, 3
 # The real model thinks before it answers.
 CANARY_TOKENS = 2048
+# What a killed launcher has just told a node to start is there after this, or never.
+HELPERS_S = 30
+STOP = "stop"  # as a phase of the state
 CANARIES = Path(__file__).parent / "canaries"
 
 
@@ -71,13 +79,10 @@ def look(config, state: ClusterState | None) -> preflight.Context:
     return context if link_runs.CHECK in config["SKIP_CHECKS"] else link_runs.with_runs(context)
 
 
-def check(config) -> Exit:
+def check(config, *, as_json: bool = False) -> Exit:
     context = look(config, files_of(config).read_state())
     findings = preflight.run_checks(context, config["SKIP_CHECKS"])
-    print(preflight.describe(findings))
-    print("A start checks more, once there is something to look at:")
-    print("\n".join(f"      {name:<18} {what}" for name, what in running_checks.RUNNING_CHECKS.items()))
-    return Exit.REFUSED if preflight.failed(findings) else Exit.OK
+    return reports.tell(preflight.CheckReport(findings), as_json=as_json, notes=config.notes)
 
 
 def refuse_bad_findings(context) -> None:
@@ -138,7 +143,7 @@ def launch(config, *, may_replace: bool) -> Exit:
         raise LauncherError(config.topology.refusal)
     files = files_of(config)
     with signals_interrupt(), files.lock():
-        state = files.read_state()
+        state = after_broken_off(files)
         if state and not may_replace and any((watch.state_of(unit) or {}).get("Running") for unit in state.units):
             raise LauncherError(
                 f"{config.topology.name} already runs (phase {state.phase}, {state.url}); `restart` checks first and "
@@ -151,11 +156,53 @@ def launch(config, *, may_replace: bool) -> Exit:
         refuse_bad_findings(context)
         plan, questions = plan_of(context), questions_of(config)
         if state:
-            with console.phase("stop"), signals_ignored():
-                end_units(state)
-            files.forget_state()
+            end_run(state, files)
         bring_up(context, plan, questions)
     return Exit.OK
+
+
+def after_broken_off(files: Files) -> ClusterState | None:
+    """What runs. Of a start, a stop or a soak that did not come to its end, the rest is ended here; holds the lock.
+
+    Whoever of this machine was at it has ended, since the lock is ours.
+    """
+    state = files.read_state()
+    if state is None or state.ready:
+        return state
+    if state.launcher.is_elsewhere:
+        raise LauncherError(
+            f"{files.state_path}: phase {state.phase} of {files.topology} runs on {state.launcher.host}, which cannot "
+            f"be seen from here; go on there, or `stop` here ends what it started.",
+            Exit.BUSY,
+        )
+    left = "; ".join(unit.label for unit in state.units if (watch.state_of(unit) or {}).get("Running"))
+    console.say(f"Note: phase {state.phase} was broken off before; ends what that left ({left or 'nothing runs'}).")
+    end_run(state, files)
+    return None
+
+
+def end_run(state: ClusterState, files: Files) -> None:
+    """Whatever kills us meanwhile, the state says what is left and that it was being ended."""
+    broken_off = not state.ready
+    state = files.write_state(state.stopping())
+    with console.phase("stop"), signals_ignored():
+        if remains_here(state):
+            processes.stop_group(state.process.pid, grace_s=1)
+        if broken_off:
+            wait_for_helpers(state)
+        end_units(state)
+    files.forget_state()
+
+
+def wait_for_helpers(state: ClusterState) -> None:
+    """A launcher that was killed leaves the command that it had just given: what that starts must be seen here."""
+    given = [remote.command_for(one.node, one.unit.start) for one in state.units]
+    deadline = time.monotonic() + HELPERS_S
+    while processes.leading(given) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    followers = [remote.command_for(one.node, one.unit.follow) for one in state.units]
+    for pid in processes.leading([*given, *followers]) if given else []:
+        processes.send_group(pid, signal.SIGKILL)
 
 
 def bring_what_is_missing(context, state: ClusterState | None) -> preflight.Context:
@@ -391,9 +438,7 @@ def stop(config) -> Exit:
         if state is None:
             print("Not running.")
             return Exit.OK
-        with console.phase("stop"), signals_ignored():
-            end_units(state)
-        files.forget_state()
+        end_run(state, files)
         print("Stopped.")
     return Exit.OK
 
@@ -454,47 +499,65 @@ def log_path(files: Files, rank: int, unit: str) -> Path:
 # Status and logs
 
 
-def status(config) -> Exit:
-    files = files_of(config)
+def status(config, *, as_json: bool = False) -> Exit:
+    return reports.tell(status_of(files_of(config)), as_json=as_json, notes=config.notes)
+
+
+def status_of(files: Files) -> Status:
     state = files.read_state()
     if state is None:
-        print("status:   not running")
-        return Exit.NOT_RUNNING
-    states = [watch.state_of(unit) for unit in state.units]
-    dead = {unit.node.rank for unit, found in zip(state.units, states, strict=True) if not (found or {}).get("Running")}
-    lost = watch.lost_gpus(state, dead)
-    alive = all((found or {}).get("Running") for found in states) and bool(states) and not lost
+        return Status(runs.NOT_RUNNING)
+    found = [unit_status(unit, watch.state_of(unit)) for unit in state.units]
+    if state.is_broken_off or state.phase in (STOP, SOAK):
+        return unready_status(state, found, files)
+    lost = watch.lost_gpus(state, {unit.node for unit in found if unit.state != "runs"})
+    alive = bool(found) and all(unit.state == "runs" for unit in found) and not lost
     door = urlsplit(state.url)  # of what runs; the settings may have changed since
     answers = alive and canary.is_healthy(door.port, door.hostname)
-    now, moves, waited = look_at_progress(door.hostname, door.port) if answers else (counters.Counters(), False, "")
-    word = ("ready" if moves else "stuck") if state.ready and answers else ("starting" if alive else "broken")
-    if state.ready and alive and not answers:
-        word = "not answering"
-    rows = {
-        "status": word, "phase": state.phase, "model id": MODEL_ID, "address": f"{state.url}/v1",
-        "uptime": duration(time.time() - state.since),
-        "progress": counters.progress_row(now) + waited if answers else "none",
-        **dict(counters.rows(now) if answers else ()), "record": files.record_path,
-    }  # fmt: skip
-    print("\n".join(f"{name + ':':<10}{value}" for name, value in rows.items()))
-    for unit, found in zip(state.units, states, strict=True):
-        print(f"          {unit.label}: {spoken(found)}")
-    for node, said in lost:
-        print(f"          node {node.rank} ({node.address}): its container sees no GPU any more ({said}); `restart`")
-    return {"ready": Exit.OK, "starting": Exit.STARTING}.get(word, Exit.SERVER)
+    now, silent_s = look_at_progress(door.hostname, door.port) if answers else (None, 0)
+    word = runs.STARTING
+    if state.ready:
+        word = runs.STUCK if silent_s else runs.READY if answers else runs.NOT_ANSWERING if alive else runs.BROKEN
+    return Status(
+        word, phase=state.phase, since=state.since, url=f"{state.url}/v1", counters=now, silent_s=silent_s,
+        units=found, record=str(files.record_path),
+        lost_gpus=[LostGpu(node.rank, node.address, said) for node, said in lost],
+    )  # fmt: skip
 
 
-def spoken(state: dict | None) -> str:
-    if state is None:
-        return "node not reached"
-    if state.get("Running"):
-        return "runs"
-    return f"ended with exit code {state['ExitCode']}" if "ExitCode" in state else "gone"
+def unready_status(state: ClusterState, found: Sequence[UnitStatus], files: Files) -> Status:
+    """Of what was broken off; of a stop or a soak that is under way."""
+    if not state.is_broken_off:
+        word = {STOP: runs.STOPPING, SOAK: runs.SOAK}[state.phase]
+        return Status(word, phase=state.phase, since=state.since, pid=state.launcher.pid, units=found)
+    running = sum(unit.state == "runs" for unit in found) + remains_here(state)
+    unreached = sum(unit.state == "not reached" for unit in found)
+    left = [f"{running} of {len(found) + bool(state.process)}"] * bool(running)
+    left += [f"{unreached} on nodes that were not reached"] * bool(unreached)
+    return Status(
+        runs.BROKEN_OFF, phase=state.phase, since=state.since, units=found, record=str(files.record_path),
+        why=f"the launcher did not come to its end: {state.launcher.fate}",
+        left=f"runs: {', '.join(left)}" if left else "nothing runs any more",
+        next=f"`{console.program()}` ends what is left and starts; `{console.program()} stop` only ends it",
+    )  # fmt: skip
 
 
-def look_at_progress(host: str, port: int) -> tuple[counters.Counters, bool, str]:
-    """(counters, whether the engine moves, what was waited for in vain). /health is 200 also when every rank waits for
-    another."""
+def remains_here(state: ClusterState) -> bool:
+    return bool(state.process and state.process.has_remains)
+
+
+def unit_status(started: StartedUnit, found: dict | None) -> UnitStatus:
+    """As Docker, or the runner in its words, tells of it. None: the node was not reached."""
+    state, code = "not reached", None
+    if found is not None:
+        code = None if found.get("Running") else found.get("ExitCode")
+        state = "runs" if found.get("Running") else "gone" if code is None else "ended"
+    return UnitStatus(started.node.rank, started.node.address, started.unit.name, state, code)
+
+
+def look_at_progress(host: str, port: int) -> tuple[counters.Counters, int]:
+    """(counters, seconds in which nothing moved though requests run; 0: it moves). /health is 200 also when every rank
+    waits for another."""
     before = after = counters.fetch(host, port) or counters.Counters()
     waited_s = 0
     while before.get(counters.RUNNING) and waited_s < STUCK_AFTER_S:
@@ -503,8 +566,7 @@ def look_at_progress(host: str, port: int) -> tuple[counters.Counters, bool, str
         after = counters.fetch(host, port) or counters.Counters()
         if not counters.is_stuck(before, after):
             break
-    stuck = counters.is_stuck(before, after)
-    return after, not stuck, f", no token in {waited_s} s" if stuck else ""
+    return after, waited_s if counters.is_stuck(before, after) else 0
 
 
 def logs(config, rank: int, follow: bool) -> Exit:

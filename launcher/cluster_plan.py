@@ -274,6 +274,40 @@ def describe_rank(rank: RankPlan) -> str:
     return "\n".join(lines)
 
 
+def body(plan: Plan) -> Mapping[str, object]:
+    """The plan for programs; `describe` has the same for people."""
+    config = plan.config
+    return {
+        "topology": config.topology.name,
+        "url": f"{plan.url}/v1",
+        "settings": [{"name": name, "value": config.text(name), "source": config.sources[name]}
+                     for name in sorted(config.values) if config.sources[name] != BUILT_IN],
+        "ports": [{"node": port.rank, "number": port.number or None, "owner": port.owner, "bind": port.bind}
+                  for port in plan.ports],
+        "nodes": [node_body(rank) for rank in plan.ranks],
+        "ray_nodes": list(plan.ray_nodes),
+        "unresolved": plan.unresolved,
+    }  # fmt: skip
+
+
+def node_body(rank: RankPlan) -> Mapping[str, object]:
+    """The environment file is there by its variables, the programs that are sent by their paths."""
+    return {
+        "rank": rank.rank,
+        "address": rank.address,
+        "name": rank.name,
+        "folders": list(rank.folders),
+        "files": [{"path": file.path, "mode": f"{file.mode:04o}"} for file in rank.files],
+        "environment": {name: shown(name, value) for name, value in sorted(rank.environment.items())},
+        "units": [unit_body(unit) for unit in rank.units],
+        "guards": [unit_body(unit) for unit in rank.guards],
+    }
+
+
+def unit_body(unit: Unit) -> Mapping[str, object]:
+    return {"name": unit.name, "start": list(unit.start)}
+
+
 def block(argv: Sequence[str]) -> str:
     """Shell text with a flag and its values to a line."""
     return " \\\n    ".join(pairs(tuple(argv)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from launcher import cached_prefix, canary, console, service
-from launcher.cluster_life import CANARY_TOKENS, files_of, questions_of
+from launcher.cluster_life import CANARY_TOKENS, STOP, files_of, questions_of
 from launcher.cluster_state import ClusterState
 from launcher.errors import Exit, LauncherError
-from launcher.lifecycle import print_answered
+from launcher.lifecycle import SOAK, print_answered
 from launcher.runner import read_environment
 
 
@@ -46,8 +46,16 @@ def running(config) -> ClusterState | None:
     state = files_of(config).read_state()
     if state is None:
         print("status:   not running")
+    elif state.is_broken_off:
+        raise LauncherError(
+            f"Phase {state.phase} was broken off ({state.launcher.fate}); `{console.program()}` ends what is left and "
+            f"starts.",
+            Exit.SERVER,
+        )
     elif not state.ready:
-        raise LauncherError(f"The start is in phase {state.phase}; wait until it is over.", Exit.STARTING)
+        other = state.phase in (STOP, SOAK)
+        what = f"A {state.phase} is under way" if other else f"The start is in phase {state.phase}"
+        raise LauncherError(f"{what}; wait until it is over.", Exit.STARTING)
     return state
 
 

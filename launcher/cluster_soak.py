@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from launcher import caches, console, facts, images, preflight, recipe, remote, soak, watch
+from launcher.cluster_life import after_broken_off
 from launcher.cluster_service import address_of, running
-from launcher.cluster_state import ClusterState, Files, files_of
+from launcher.cluster_state import ClusterState, Files, StartedUnit, files_of
 from launcher.commands import (
     CACHES,
     INSIDE,
@@ -20,6 +21,7 @@ from launcher.commands import (
     Found,
     Place,
     container_name,
+    container_unit,
     runtime_of,
     table_environment,
 )
@@ -27,10 +29,11 @@ from launcher.content_checks import drift_of
 from launcher.errors import Exit, LauncherError
 from launcher.facts import Image
 from launcher.findings import GIB
-from launcher.lifecycle import signals_ignored, signals_interrupt
+from launcher.lifecycle import SOAK, signals_ignored, signals_interrupt
 from launcher.plan import split_environment
 from launcher.remote import Node
 from launcher.soak import Job, Options
+from launcher.state import process_of, this_process
 
 # One process on one machine: nobody else is to be found.
 ALONE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -53,6 +56,7 @@ def with_engines(config, options: Options) -> Exit:
     """Nothing is started, stopped or synced meanwhile: it takes the memory that a server would."""
     files = files_of(config)
     with files.lock():
+        after_broken_off(files)
         refuse_running(config, files)
         soak.refuse_missing_folders()
         image = image_here(config)
@@ -64,7 +68,19 @@ def with_engines(config, options: Options) -> Exit:
         caches.must(here(config), ["mkdir", "-p", "--", place.outside("cache")], "its cache folder could not be made")
         job = engines_job(place, options, soak.new_folder(files.folder / f"{config.topology.name}-soak"))
         console.say(f"Soak of engines with the small model, {options.minutes} minutes at most; logs: {job.folder}")
-        return finish(config, job, options, about(config, image, gpu))
+        try:
+            return finish(config, job, options, about(config, image, gpu), recorder(config, job, files))
+        finally:
+            files.forget_state()
+
+
+def recorder(config, job: Job, files: Files) -> Callable[[int], None]:
+    """Writes what `stop` and the next start have to end if this process is killed."""
+    name = f"{container_name(config, 0)}-soak"
+    is_docker = config["RUNTIME"] == "docker"
+    units = (StartedUnit(here(config), container_unit(SOAK, name, job.argv)),) if is_docker else ()
+    state = ClusterState(SOAK, this_process(), "", units=units)
+    return lambda pid: files.write_state(replace(state, process=process_of(pid)))
 
 
 def engines_job(place: Place, options: Options, folder: Path) -> Job:
@@ -230,9 +246,9 @@ def about(config, image: Image | None, gpu: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def finish(config, job: Job, options: Options, facts_of_it: Mapping[str, object]) -> Exit:
+def finish(config, job: Job, options: Options, facts_of_it: Mapping[str, object], record=lambda pid: None) -> Exit:
     try:
-        code, said = soak.run(job)
+        code, said = soak.run(job, record)
     finally:
         with signals_ignored():
             give_back(config, job.folder)

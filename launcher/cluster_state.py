@@ -40,9 +40,18 @@ class ClusterState:
     shells: tuple[tuple[str, ...], ...] = ()  # by rank: a shell where it runs
     list_gpus: tuple[tuple[str, ...], ...] = ()  # by rank: fails where its container has lost the GPU; may be empty
     env_file: str = ""  # of rank 0, on this machine: the token for the server's own routes is in it
+    process: Process | None = None  # of a soak, which runs as a session of this machine
+
+    @property
+    def is_broken_off(self) -> bool:
+        """A start, a stop or a soak whose launcher ended before it was over."""
+        return not self.ready and self.launcher.is_gone
 
     def entered(self, phase: str, *, ready: bool = False) -> ClusterState:
         return replace(self, phase=phase, ready=ready, since=time.time() if ready else self.since)
+
+    def stopping(self) -> ClusterState:
+        return replace(self.entered("stop"), launcher=this_process(), since=time.time())
 
     def with_unit(self, started: StartedUnit) -> ClusterState:
         return replace(self, units=(*self.units, started))
@@ -60,7 +69,8 @@ def from_json(raw: Mapping) -> ClusterState:
         for entry in raw["units"]
     )
     by_rank = {name: freeze(raw.get(name, [])) for name in ("shells", "list_gpus")}
-    return ClusterState(**{**raw, "launcher": Process(**raw["launcher"]), "units": units, **by_rank})
+    found = {name: Process(**raw[name]) for name in ("launcher", "process") if raw.get(name)}
+    return ClusterState(**{**raw, "units": units, **by_rank, **found})
 
 
 def freeze(value):

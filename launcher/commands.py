@@ -450,16 +450,19 @@ def bound(place: Place, argv: Sequence[str]) -> list[str]:
 
 
 def docker_unit(place: Place, unit: str, argv: Sequence[str]) -> Unit:
+    start = docker_run(place.config, place.rank, place.env_file, argv, place.found)
+    return container_unit(unit, place.name, start, ("docker", "stop", "-t", str(STOP_GRACE_S[unit]), place.name))
+
+
+def container_unit(unit: str, name: str, start: Sequence[str], *end: tuple[str, ...]) -> Unit:
+    """A container by its name; `end` comes before it is removed."""
     return Unit(
         name=unit,
-        start=tuple(docker_run(place.config, place.rank, place.env_file, argv, place.found)),
-        state=("docker", "inspect", "--type", "container", "--format", "{{json .State}}", place.name),
-        logs=("docker", "logs", place.name),
-        follow=("docker", "logs", "--follow", place.name),
-        stop=(
-            ("docker", "stop", "-t", str(STOP_GRACE_S[unit]), place.name),
-            ("docker", "rm", "--force", "--volumes", place.name),
-        ),
+        start=tuple(start),
+        state=("docker", "inspect", "--type", "container", "--format", "{{json .State}}", name),
+        logs=("docker", "logs", name),
+        follow=("docker", "logs", "--follow", name),
+        stop=(*end, ("docker", "rm", "--force", "--volumes", name)),
     )
 
 

@@ -7,14 +7,13 @@ The file is parsed by python-dotenv without interpolation and never executed.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import io
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-
-from dotenv.parser import parse_stream
 
 from launcher import kinds
 from launcher.errors import Exit, LauncherError
@@ -27,6 +26,10 @@ REDACTED = "<set, not shown>"
 DRAFTED_TOKENS = {"dflash": 7, "mtp": 3, "none": 0}
 LONGEST_SHOWN = 60
 LINE_BREAK = re.compile(r"\r\n|\n|\r")
+# In quotes, or bare up to a comment.
+PLAIN_RUN_DIR = re.compile(
+    r"""[ \t]*RUN_DIR[ \t]*=[ \t]*(?:'([^'\\]*)'|"([^"\\]*)"|([^\s'"#](?:[^#]*[^#\s])?)?)(?:[ \t]+\#.*)?[ \t]*"""
+)
 
 # Distance at which a name counts as a slip: in the file every name is meant for us, in the environment hardly any is.
 SLIP_IN_FILE, SLIP_IN_ENVIRONMENT = 0.7, 0.9
@@ -107,14 +110,40 @@ def of_what_runs(topology: Topology, env_text: str | None, ambient: Mapping[str,
     Enough to look at what runs and to end it, never to start anything.
     """
     values, sources = defaults(topology)
-    written = [one for one in read_lines(env_text or "", topology.env_file).assignments if one.name == "RUN_DIR"]
-    if "RUN_DIR" in ambient:
-        written.append(Assignment("RUN_DIR", ambient["RUN_DIR"], ENVIRONMENT))
-    for assignment in written:
+    for assignment in run_dir_assignments(topology, env_text or "", ambient):
         before = values["RUN_DIR"]
         if apply(assignment, topology, values, sources):
             values["RUN_DIR"] = before
     return Config(topology, MappingProxyType(values), MappingProxyType(sources))
+
+
+def run_dir_assignments(topology: Topology, env_text: str, ambient: Mapping[str, str]) -> list[Assignment]:
+    of_caller = [Assignment("RUN_DIR", ambient["RUN_DIR"], ENVIRONMENT)] if "RUN_DIR" in ambient else []
+    if has_parser():
+        lines = read_lines(env_text, topology.env_file)
+        return [*(one for one in lines.assignments if one.name == "RUN_DIR"), *of_caller]
+    return of_caller or read_plain_run_dir(env_text, topology.env_file)
+
+
+def has_parser() -> bool:
+    """Whether env files can be read: stop, status and logs also run where the launcher's packages are not."""
+    return importlib.util.find_spec("dotenv") is not None
+
+
+def read_plain_run_dir(text: str, env_name: str) -> list[Assignment]:
+    """What python-dotenv would say of RUN_DIR, where its value has no escapes and no line breaks; else a refusal."""
+    found = []
+    for number, line in enumerate(LINE_BREAK.split(text.removeprefix("\ufeff")), 1):
+        if re.match(r"[ \t]*RUN_DIR[ \t]*=", line):
+            match, where = PLAIN_RUN_DIR.fullmatch(line), f"{env_name} line {number}"
+            if match is None:
+                raise LauncherError(
+                    f"{where}: RUN_DIR is written in a way that only the launcher's own Python packages can read, and "
+                    f"they are not here; give it in the environment, as RUN_DIR=DIR.",
+                    Exit.USAGE,
+                )
+            found.append(Assignment("RUN_DIR", next(filter(None, match.groups()), ""), where))
+    return found
 
 
 def line_of(problem: str) -> int:
@@ -128,6 +157,8 @@ def line_of(problem: str) -> int:
 
 def read_lines(text: str, env_name: str) -> Lines:
     """Assignments with the line on which each begins; the values of lines that cannot be read are never repeated."""
+    from dotenv.parser import parse_stream  # not at the top: see has_parser
+
     text = text.removeprefix("\ufeff")
     # python-dotenv's own count takes the two signs of a Windows line end for two lines after a line that it refuses.
     ends = [found.end() for found in LINE_BREAK.finditer(text)]

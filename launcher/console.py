@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ class Progress:
         self.stream = stream or sys.stderr
         self.began = time.monotonic()
         self.last_print = self.began
-        self.is_terminal = self.stream.isatty()
+        self.is_terminal = can_redraw(self.stream)
 
     @property
     def elapsed_s(self) -> float:
@@ -26,7 +28,8 @@ class Progress:
     def tick(self, detail: str = "") -> None:
         text = f"  {self.name:<12} {self.elapsed_s:6.0f} s  {detail}"
         if self.is_terminal:
-            self.stream.write(f"\r\033[K{text}")
+            # A line that wraps could not be drawn over.
+            self.stream.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}")
             self.stream.flush()
         elif time.monotonic() - self.last_print >= HEARTBEAT_S:
             self.last_print = time.monotonic()
@@ -37,6 +40,10 @@ class Progress:
         start = "\r\033[K" if self.is_terminal else ""
         self.stream.write(f"{start}  {self.name:<12} {self.elapsed_s:6.1f} s  {word}\n")
         self.stream.flush()
+
+
+def can_redraw(stream) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 @contextmanager
@@ -52,7 +59,7 @@ def phase(name: str):
 
 
 def say(text: str) -> None:
-    start = "\r\033[K" if sys.stderr.isatty() else ""  # over a phase's line, which is drawn again
+    start = "\r\033[K" if can_redraw(sys.stderr) else ""  # over a phase's line, which is drawn again
     print(start + text, file=sys.stderr, flush=True)
 
 

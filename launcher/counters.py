@@ -115,5 +115,31 @@ def loops_row(counters: Counters) -> str:
     return f"{now}, {repeated:.0f} of {ended:.0f} ended so{unread}"
 
 
+def numbers(counters: Counters) -> Mapping[str, object]:
+    """What the rows above say, for programs. None: the server has no such thing, or does not tell."""
+
+    def count(name: str) -> int | None:
+        return round(counters[name]) if name in counters else None
+
+    at = sorted((int(labels["position"]), round(value)) for name, labels, value in counters.samples
+                if name == ACCEPTED_AT)  # fmt: skip
+    return {
+        "requests_running": count(RUNNING), "requests_waiting": count(WAITING), "tokens_written": count(WRITTEN),
+        "preemptions": count(PREEMPTED),
+        "prefix_cache": None if not has_prefix_cache(counters) else {
+            "prompt_tokens": count(ASKED), "found_tokens": count(FOUND), "block_tokens": block_tokens(counters),
+        },
+        "drafts": None if DRAFTED not in counters else {
+            "drafts": count(DRAFTS), "drafted_tokens": count(DRAFTED), "accepted_tokens": count(ACCEPTED),
+            "accepted_by_position": [value for _, value in at],
+        },
+        "loops": None if ANSWERING not in counters else {
+            "answers_running": count(ANSWERING), "answers_repeating": count(REPEATING),
+            "answers_ended": count(ANSWERED), "answers_ended_repeating": count(REPEATED),
+            "responses_unread": count(UNREAD),
+        },
+    }  # fmt: skip
+
+
 def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}" if whole else "-"

@@ -1,10 +1,11 @@
-"""The Python environment of the local topology: made once from the lock, known by a stamp, repeated when broken off."""
+"""The Python environment of the local topology: made aside from the lock, known by a stamp, put in place when complete.
+
+`.venv-local` is a link to it, so that its programs have one path while the environment behind it changes at once.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -12,11 +13,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launcher import console
+from launcher import console, pip_output, venvs
 from launcher.errors import Exit, LauncherError
 from launcher.settings import REPOSITORY
 
@@ -25,6 +25,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 NEEDED_DISK_GIB = 4.0  # the environment itself and what pip unpacks on the way
 PLUGIN = "vllm_exl3:register"
+KIND = "local"  # of the folders in .venvs
 
 # vLLM imports torchvision before it loads any plugin, so the plugin's cure for torchvision beside a CPU
 # torch has to be in place when the interpreter starts. The file costs nothing where nobody imports torchvision.
@@ -46,8 +47,13 @@ class Sources:
         return self.folder / "bin/python"
 
     @property
-    def stamp(self) -> Path:
-        return self.folder / "complete.json"
+    def real(self) -> Sources:
+        """With the folder to which `folder` leads now: what runs in that keeps it, whatever is put in place later."""
+        return replace(self, folder=Path(os.path.realpath(self.folder)))
+
+    @property
+    def store(self) -> Path:
+        return self.folder.parent / ".venvs"
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def wanted_stamp(sources: Sources, with_tests: bool, found: Stamp | None) -> Sta
     keeps_interpreter = found is not None and Path(found.interpreter).exists()
     keeps_tests = found is not None and found.tests is not None
     return Stamp(
-        folder=str(sources.folder),
+        folder=str(sources.real.folder),
         interpreter=found.interpreter if keeps_interpreter else os.path.realpath(sys.executable),
         torch=TORCH,
         lock=hash_files([sources.lock]),
@@ -138,8 +144,8 @@ def pip_environment(ambient: Mapping[str, str]) -> dict[str, str]:
 def read_stamp(sources: Sources) -> Stamp | None:
     """None as well when the interpreter that the environment points to has gone."""
     try:
-        stamp = Stamp(**json.loads(sources.stamp.read_text()))
-    except (OSError, ValueError, TypeError):
+        stamp = Stamp(**venvs.read_stamp(sources.folder))
+    except TypeError:
         return None
     return stamp if os.path.realpath(sources.python) == stamp.interpreter and sources.python.exists() else None
 
@@ -188,44 +194,77 @@ def free_disk_bytes(path: Path) -> int:
 
 def make_environment(
     sources: Sources, log: Path, with_tests: bool = False, ambient: Mapping[str, str] = os.environ
-) -> None:
-    """Brings the environment up to date; does nothing, quickly, when it is."""
-    with environment_lock(sources):
+) -> int:
+    """Brings the environment up to date; does nothing, quickly, when it is. What is there stays until another is.
+
+    Returns a descriptor for the processes that will run in it (venvs.hold).
+    """
+    with venvs.locked(sources.store / f"{KIND}.lock", lambda: console.say("Waits for another set-up to end ...")):
+        put_finished_in_place(sources)
         found = read_stamp(sources)
         wanted = wanted_stamp(sources, with_tests, found)
         steps = missing_steps(found, wanted)
-        if not steps:
-            return
-        if "python" in steps:
-            check_host(free_disk_bytes, sources)
-        console.say(f"Environment {sources.folder} (log: {log})")
-        with log.open("w") as stream:
-            installer = Installer(sources, stream, pip_environment(ambient))
-            for step in steps:
-                with console.phase(step) as progress:
-                    invalidate(sources, found, step)
-                    installer.run(step, progress)
-        sources.stamp.write_text(json.dumps(asdict(wanted), indent=1) + "\n")
+        if steps:
+            console.say(f"Environment {sources.folder} (log: {log})")
+            with log.open("w") as stream:
+                change = make_aside if "python" in steps else update
+                change(sources, wanted, steps, stream, pip_environment(ambient))
+        venvs.tidy(other for other in venvs.folders(sources.store, KIND) if other != sources.real.folder)
+        return venvs.hold(sources.real.folder)
 
 
-def invalidate(sources: Sources, found: Stamp | None, step: str) -> None:
-    """From here on the environment counts as incomplete, whatever ends this process."""
-    if step in ("overlay", "tests") and found and sources.stamp.exists():
-        stamp = Stamp(**json.loads(sources.stamp.read_text()))
-        sources.stamp.write_text(json.dumps(asdict(replace(stamp, **{step: None}))))
-    else:
-        sources.stamp.unlink(missing_ok=True)
+def make_aside(sources: Sources, wanted: Stamp, steps, stream, ambient: Mapping[str, str]) -> None:
+    check_host(free_disk_bytes, sources)
+    venvs.tidy(other for other in venvs.folders(sources.store, KIND) if venvs.read_stamp(other) is None)
+    aside = replace(sources, folder=venvs.new_folder(sources.store, KIND))
+    try:
+        install(Installer(aside, stream, ambient), steps)
+    except BaseException:
+        shutil.rmtree(aside.folder, ignore_errors=True)
+        raise
+    venvs.write_stamp(aside.folder, asdict(replace(wanted, folder=str(aside.folder))))
+    put_in_place(sources, aside.folder)
 
 
-@contextmanager
-def environment_lock(sources: Sources):
-    with (sources.folder.parent / ".venv-local.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def update(sources: Sources, wanted: Stamp, steps, stream, ambient: Mapping[str, str]) -> None:
+    """Plugin and test packages, in the environment that is there. Until a step is over its part counts as missing."""
+    real = sources.real
+    stamp = replace(wanted, **dict.fromkeys(steps, None))
+    venvs.write_stamp(real.folder, asdict(stamp))
+    install(Installer(real, stream, ambient), steps)
+    venvs.write_stamp(real.folder, asdict(wanted))
+
+
+def install(installer: Installer, steps) -> None:
+    for step in steps:
+        with console.phase(step) as progress:
+            installer.run(step, progress)
+
+
+def put_in_place(sources: Sources, folder: Path) -> None:
+    """At once where a link is replaced; a folder of an older checkout first joins the others."""
+    link = sources.store / f"{KIND}.link"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.relative_to(sources.folder.parent))
+    if sources.folder.is_dir() and not sources.folder.is_symlink():
+        sources.folder.rename(venvs.new_folder(sources.store, KIND))
+    link.replace(sources.folder)
+
+
+def put_finished_in_place(sources: Sources) -> None:
+    """What a killed set-up had completed, and not yet put in place."""
+    found = read_stamp(sources)
+    if found is None or not found.same_base(wanted_stamp(sources, False, found)):
+        for folder in venvs.folders(sources.store, KIND):
+            one = replace(sources, folder=folder)
+            found = read_stamp(one)
+            if found and found.same_base(wanted_stamp(one, False, found)):
+                put_in_place(sources, folder)
+                return
 
 
 class Installer:
-    """The steps. Each one's commands write to the log; a failure shows its tail."""
+    """The steps. Each one's commands write to the log; a failure tells the reason."""
 
     def __init__(self, sources: Sources, log, environment: Mapping[str, str]):
         self.sources = sources
@@ -236,7 +275,6 @@ class Installer:
         getattr(self, f"step_{step}")(progress)
 
     def step_python(self, progress) -> None:
-        shutil.rmtree(self.sources.folder, ignore_errors=True)
         self.must([sys.executable, "-m", "venv", str(self.sources.folder)], progress, "python")
 
     def step_torch(self, progress) -> None:
@@ -276,6 +314,7 @@ class Installer:
     def call(self, command: list[str], progress, total: int = 0) -> int:
         self.log.write(f"$ {' '.join(command)}\n")
         self.log.flush()
+        self.said_from, self.is_own = Path(self.log.name).stat().st_size, command[1] == "-c"
         child = subprocess.Popen(
             command, stdout=self.log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=dict(self.environment)
         )
@@ -297,14 +336,18 @@ class Installer:
         return "installing" if "Installing collected" in text else f"{done} of about {total}"
 
     def fail(self, step: str, what: str) -> None:
-        self.log.flush()
         path = Path(self.log.name)
-        tail = path.read_text(errors="replace").splitlines()[-15:]
-        console.say("\n" + "\n".join(f"    {line}" for line in tail))
         raise LauncherError(
-            f"environment: step {step}: {what}; nothing half-made will be used, look at {path} and start again.",
+            f"environment: step {step}: {what}: {self.reason()}; nothing half-made will be used, look at {path} and "
+            f"start again.",
             Exit.SETUP,
         )
+
+    def reason(self) -> str:
+        """Of the last command. A program of this file says it in its last line; pip's words stay in the log."""
+        self.log.flush()
+        said = Path(self.log.name).read_bytes()[self.said_from :].decode(errors="replace").strip()
+        return said.splitlines()[-1].rstrip(".") if self.is_own and said else pip_output.reason(said)
 
 
 def count_packages(lock: Path) -> int:

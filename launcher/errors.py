@@ -1,10 +1,14 @@
-"""The one exception a user sees: a sentence and an exit code."""
+"""The one exception a user sees: a sentence and an exit code; and what each code means."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from enum import IntEnum
+from types import MappingProxyType
 
 
 class Exit(IntEnum):
-    """Exit codes of the launcher; docs/local.md lists them."""
+    """Exit codes of every start script."""
 
     OK = 0
     NOT_RUNNING = 1  # `status` and `logs` when there is nothing
@@ -16,6 +20,23 @@ class Exit(IntEnum):
     BUSY = 7  # already running or starting
     STARTING = 8  # `status` while a start is under way
     INTERRUPTED = 130
+
+
+# `--help` and the tables of docs/local.md and docs/cluster.md have these words.
+MEANINGS: Mapping[Exit, str] = MappingProxyType({
+    Exit.OK: "done; `status`: ready and answering",
+    Exit.NOT_RUNNING: "`status`, `logs`, `shell`, `canary`, `cache reset`, `soak --running`: nothing runs; `soak`: it "
+    "found something",
+    Exit.USAGE: "a setting or an argument is wrong",
+    Exit.REFUSED: "a check or the plan was refused; nothing was started or stopped; `soak`: an engine gave no answer",
+    Exit.SETUP: "something could not be set up: Python packages, an image, a file or weights on a node",
+    Exit.SERVER: "the server died, was lost, failed a check while it started, or was not ready in time; `status`: it "
+    "does not answer, is broken or stuck, or a start was broken off; `canary`, `cache reset`: it refused",
+    Exit.WRONG_ANSWER: "the model answered wrongly, at a start or to `canary`",
+    Exit.BUSY: "already running, or another start, sync or soak is under way; `cache reset`: no pause between requests",
+    Exit.STARTING: "`status`, `canary`, `cache reset`: a start, a stop or a soak is under way",
+    Exit.INTERRUPTED: "interrupted",
+})  # fmt: skip
 
 
 class LauncherError(Exception):

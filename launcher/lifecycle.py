@@ -13,16 +13,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from launcher import canary, checkpoint, console, counters, environment, phases, processes, service
+from launcher import canary, checkpoint, console, counters, environment, phases, processes, reports, service
 from launcher import plan as plans
 from launcher import server as servers
+from launcher import status as runs
 from launcher.errors import Exit, LauncherError
 from launcher.settings import HOST, MODEL_ID
-from launcher.state import State, StateFile, this_process
+from launcher.state import State, StateFile, process_of, this_process
+from launcher.status import Status
 
 STOP_PATIENCE_S = 60
 # vLLM does not listen to Ctrl-C while its engine starts, and there is no request yet that could be brought to its end.
 STARTING_GRACE_S = 2
+SOAK = "soak"  # as a phase of the state: engines of its own, and no server
 
 
 class Interrupted(KeyboardInterrupt):
@@ -51,8 +54,9 @@ def start(values: Mapping[str, object], ambient: Mapping[str, str]) -> Exit:
 
 
 def refuse_second_start(state_file: StateFile) -> None:
-    state = state_file.read_alive()
-    if state:
+    state = state_file.read()
+    refuse_elsewhere(state, state_file)
+    if state and state.is_alive and not state.is_broken_off:
         raise LauncherError(
             f"Already running on http://{HOST}:{state.port} (pid {state.main_process.pid}, phase {state.phase}); "
             f"`./start-local.sh status` tells more, `./start-local.sh stop` ends it.",
@@ -61,12 +65,33 @@ def refuse_second_start(state_file: StateFile) -> None:
     clear_remains(state_file)
 
 
+def refuse_elsewhere(state: State | None, state_file: StateFile) -> None:
+    if state and state.main_process.is_elsewhere:
+        raise LauncherError(
+            f"{state_file.path}: phase {state.phase} runs on {state.main_process.host}, which cannot be seen from "
+            f"here; stop it there, or use another --run-dir. If that is this machine's older name, remove the file.",
+            Exit.BUSY,
+        )
+
+
 def clear_remains(state_file: StateFile) -> None:
     """Ends what is left of a run whose server or launcher was killed, and forgets it."""
     state = state_file.read()
-    if state and state.server and processes.start_time(state.server.pid) in (None, state.server.started):
-        processes.stop_group(state.server.pid)
+    left = describe_remains(state) if state else ""
+    if left:
+        processes.stop_group(state.server.pid, processes.STOP_GRACE_S if state.ready else STARTING_GRACE_S)
+    if state and state.is_broken_off:
+        done = f"{left} ended" if left else "nothing of it was left"
+        console.say(f"Note: an earlier start was broken off in phase {state.phase} ({state.launcher.fate}): {done}.")
     state_file.remove()
+
+
+def describe_remains(state: State) -> str:
+    """Empty where nothing is left."""
+    if state.server and state.server.has_remains:
+        members = processes.group_members(state.server.pid)
+        return f"{len(members)} process{'es' * (len(members) > 1)} of group {state.server.pid}"
+    return ""
 
 
 def check_before(values: Mapping[str, object]) -> list[canary.Question]:
@@ -82,10 +107,15 @@ def check_before(values: Mapping[str, object]) -> list[canary.Question]:
 
 
 def note_ignored(plan: plans.Plan) -> None:
-    # Python's own names are set by start-local.sh too, so they say nothing about the caller.
+    for note in ignored_notes(plan):
+        console.say(note)
+
+
+def ignored_notes(plan: plans.Plan) -> list[str]:
+    # Python's own names do not reach the launcher either.
     names = [name for name in plan.ignored if not name.startswith("PYTHON")]
-    if names:
-        console.say(f"Ignored from your environment (the server has settings of its own): {', '.join(names)}")
+    said = f"Ignored from your environment (the server has settings of its own): {', '.join(names)}"
+    return [said] if names else []
 
 
 def bring_up(values, plan: plans.Plan, state_file: StateFile, questions) -> tuple[subprocess.Popen, State]:
@@ -99,12 +129,21 @@ def bring_up(values, plan: plans.Plan, state_file: StateFile, questions) -> tupl
     state_file.write_token(plan.settings.get(service.TOKEN_NAME, ""))
     server = None
     try:
-        environment.make_environment(environment.Sources(), values["run_dir"] / "environment.log")
+        held = environment.make_environment(environment.Sources(), values["run_dir"] / "environment.log")
+        plan = replace(plan, argv=(str(environment.Sources().real.python), *plan.argv[1:]))
         console.say(f"Server (log: {log})")
-        server = servers.start_server(plan, log)
-        state = replace(state, server=servers.identify(server))
-        servers.wait_until_ready(server, plan, log, lambda name: state_file.write(replace(state, phase=name)))
-        state_file.write(replace(state, phase="canary"))
+
+        def record(pid: int) -> None:
+            nonlocal state
+            state = replace(state, server=process_of(pid))
+            entered(phases.PHASES[0].name)
+
+        def entered(phase: str) -> None:
+            state_file.write(replace(state, phase=phase))
+
+        server = servers.start_server(plan, log, record, held)
+        servers.wait_until_ready(server, plan, log, entered)
+        entered("canary")
         with console.phase("canary"):
             answered = canary.check_answers(plan.port, questions, values["api_key"])
         state = replace(state, phase="ready", ready=True, since=time.time())
@@ -188,7 +227,8 @@ def stop(values: Mapping[str, object]) -> Exit:
     """Ends a run and whatever is left of one; fine when there is none."""
     state_file = StateFile(values["run_dir"])
     state = state_file.read()
-    if state is None or not (state.is_alive or state.launcher.is_alive or has_remains(state)):
+    refuse_elsewhere(state, state_file)
+    if state is None or not (state.is_alive or state.launcher.is_alive or describe_remains(state)):
         state_file.remove()
         print("Not running.")
         return Exit.OK
@@ -198,7 +238,7 @@ def stop(values: Mapping[str, object]) -> Exit:
         wait_for_end(state)
         state = state_file.read() or state
     clear_remains(state_file) if state_file.path.exists() else None
-    if has_remains(state):
+    if describe_remains(state):
         raise LauncherError(
             f"stop: processes of group {state.server.pid} are still there after being killed; "
             f"`ps -g {state.server.pid}` shows them.",
@@ -208,34 +248,43 @@ def stop(values: Mapping[str, object]) -> Exit:
     return Exit.OK
 
 
-def has_remains(state: State) -> bool:
-    return bool(state.server and processes.start_time(state.server.pid) in (None, state.server.started)
-                and processes.group_members(state.server.pid))  # fmt: skip
-
-
 def wait_for_end(state: State) -> None:
     deadline = time.monotonic() + STOP_PATIENCE_S
     while state.launcher.is_alive and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
-def status(values: Mapping[str, object]) -> Exit:
-    state = StateFile(values["run_dir"]).read_alive()
-    if state is None:
-        print("status:   not running")
-        return Exit.NOT_RUNNING
+def status(values: Mapping[str, object], *, as_json: bool = False) -> Exit:
+    return reports.tell(status_of(StateFile(values["run_dir"])), as_json=as_json)
+
+
+def status_of(state_file: StateFile) -> Status:
+    state = state_file.read()
+    if state and state.is_broken_off:
+        return broken_off_status(state)
+    if state and state.main_process.is_elsewhere:
+        return Status(runs.ELSEWHERE, phase=state.phase, host=state.main_process.host)
+    if state is None or not state.is_alive:
+        return Status(runs.NOT_RUNNING)
+    if state.phase == SOAK:
+        return Status(runs.SOAK, phase=SOAK, since=state.since, pid=state.main_process.pid, log=state.log)
     answers = state.ready and answers_with_model(state.port)
-    word = ("ready" if answers else "not answering") if state.ready else "starting"
-    rows = {
-        "status": word, "phase": state.phase, "model id": MODEL_ID, "model": state.model,
-        "address": f"http://{HOST}:{state.port}/v1", "answers": "yes" if answers else "no",
-        "uptime": duration(time.time() - state.since), "pid": state.main_process.pid, "log": state.log,
-    }  # fmt: skip
-    if answers:
-        found = counters.fetch(HOST, state.port) or counters.Counters()
-        rows |= {"progress": counters.progress_row(found), **dict(counters.rows(found))}
-    print("\n".join(f"{name + ':':<10}{value}" for name, value in rows.items()))
-    return Exit.OK if answers else (Exit.SERVER if state.ready else Exit.STARTING)
+    return Status(
+        (runs.READY if answers else runs.NOT_ANSWERING) if state.ready else runs.STARTING,
+        phase=state.phase, since=state.since, url=f"http://{HOST}:{state.port}/v1", model=state.model,
+        pid=state.main_process.pid, log=state.log,
+        counters=(counters.fetch(HOST, state.port) or counters.Counters()) if answers else None,
+    )  # fmt: skip
+
+
+def broken_off_status(state: State) -> Status:
+    what = "soak" if state.phase == SOAK else "start"
+    return Status(
+        runs.BROKEN_OFF, phase=state.phase, since=state.since, log=state.log,
+        why=f"the {what} did not come to its end: {state.launcher.fate}",
+        left=describe_remains(state) or "nothing runs any more",
+        next="`./start-local.sh` ends what is left and starts; `./start-local.sh stop` only ends it",
+    )  # fmt: skip
 
 
 def answers_with_model(port: int) -> bool:
@@ -270,18 +319,18 @@ def ask_canary(values: Mapping[str, object]) -> Exit:
 
 def ready_state(state_file: StateFile) -> State | None:
     """Of what runs; None, which is then said, where nothing does."""
-    state = state_file.read_alive()
-    if state is None:
+    state = state_file.read()
+    if state and state.is_broken_off:
+        raise LauncherError(
+            f"The start was broken off in phase {state.phase} ({state.launcher.fate}); start again.", Exit.SERVER
+        )
+    if state is None or not state.is_alive:
         print("status:   not running")
-    elif not state.ready:
-        raise LauncherError(f"The start is in phase {state.phase}; wait until it is over.", Exit.STARTING)
+        return None
+    if not state.ready:
+        what = "A soak is under way" if state.phase == SOAK else f"The start is in phase {state.phase}"
+        raise LauncherError(f"{what}; wait until it is over.", Exit.STARTING)
     return state
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else (f"{minutes} min {rest} s" if minutes else f"{rest} s")
 
 
 def logs(values: Mapping[str, object], follow: bool) -> Exit:

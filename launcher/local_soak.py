@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from launcher import console, environment, soak
 from launcher import plan as plans
 from launcher.errors import Exit, LauncherError
-from launcher.lifecycle import ready_state, signals_interrupt
+from launcher.lifecycle import SOAK, clear_remains, ready_state, refuse_elsewhere, signals_interrupt
 from launcher.settings import HOST, REPOSITORY
 from launcher.soak import Job, Options
-from launcher.state import State, StateFile
+from launcher.state import State, StateFile, process_of, this_process
 
 # One arm and its judge; a server with the same model was measured at 2.6 GiB.
 ENGINES, ENGINE_GIB = 2, 3
@@ -28,19 +30,31 @@ def run(values: Mapping[str, object], ambient: Mapping[str, str], options: Optio
 def with_engine(values: Mapping[str, object], ambient: Mapping[str, str], options: Options) -> Exit:
     state_file = StateFile(values["run_dir"])
     with state_file.lock():
-        if state := state_file.read_alive():
-            raise LauncherError(
-                f"soak: a server runs here (port {state.port}) and has the memory; `./start-local.sh stop` first, or "
-                f"ask it with `./start-local.sh soak --running`.",
-                Exit.BUSY,
-            )
+        refuse_running(state_file)
         soak.refuse_missing_folders()
         soak.refuse_little_memory(ENGINES, ENGINE_GIB, 0)
         folder = prepare(values)
         words = soak.engine_words(options, folder)
         if not options.sessions and not options.plan:
             words += ["--sessions", str(SESSIONS)]
-        return finish(job_of(values, ambient, options, [str(soak.ENGINES), *words], folder), options)
+        job = job_of(values, ambient, options, [str(soak.ENGINES), *words], folder)
+        state = State(SOAK, values["port"], str(values["model"]), str(folder), time.time(), this_process())
+        try:
+            return finish(job, options, lambda pid: state_file.write(replace(state, server=process_of(pid))))
+        finally:
+            state_file.remove()
+
+
+def refuse_running(state_file: StateFile) -> None:
+    refuse_elsewhere(state_file.read(), state_file)
+    state = state_file.read_alive()
+    if state and not state.is_broken_off:
+        raise LauncherError(
+            f"soak: a server runs here (port {state.port}) and has the memory; `./start-local.sh stop` first, or "
+            f"ask it with `./start-local.sh soak --running`.",
+            Exit.BUSY,
+        )
+    clear_remains(state_file)
 
 
 def over_http(values: Mapping[str, object], ambient: Mapping[str, str], options: Options) -> Exit:
@@ -75,7 +89,7 @@ def job_of(values, ambient: Mapping[str, str], options: Options, argv: list[str]
     return Job((str(python), "-u", *argv), inherited | settings | more, folder, options.seconds)
 
 
-def finish(job: Job, options: Options) -> Exit:
+def finish(job: Job, options: Options, record: Callable[[int], None] = lambda pid: None) -> Exit:
     console.say(f"Soak, {options.minutes} minutes at most; logs: {job.folder}")
-    code, said = soak.run(job)
+    code, said = soak.run(job, record)
     return soak.conclude(job, options, code, said, {"topology": "local"})

@@ -132,6 +132,10 @@ def secret_names() -> set[str]:
     return {TOKEN_NAME, *(setting.from_environment for setting in TABLE if setting.secret)}
 
 
+def shown(name: str, value: str) -> str:
+    return REDACTED if name in secret_names() else value
+
+
 def describe(plan: Plan) -> str:
     """The plan as shell text that can be pasted, secrets left out."""
     lines = [f"# A start also makes {TOKEN_NAME}, the key to the routes of the plugin."]
@@ -140,6 +144,18 @@ def describe(plan: Plan) -> str:
               for name, value in sorted(plan.settings.items())]  # fmt: skip
     lines.append(" \\\n    ".join(pairs(plan.argv)))
     return "\n".join(lines)
+
+
+def body(plan: Plan) -> Mapping[str, object]:
+    """The plan for programs: as of a cluster with one node, whose settings are those of the command line."""
+    node = {
+        "rank": 0, "address": HOST, "name": "local", "folders": [str(plan.folder)], "files": [],
+        "environment": {name: shown(name, value) for name, value in sorted(plan.settings.items())},
+        "units": [{"name": "server", "start": list(plan.argv)}], "guards": [],
+    }  # fmt: skip
+    port = {"node": 0, "number": str(plan.port), "owner": "API", "bind": HOST}
+    return {"topology": "local", "url": f"{plan.url}/v1", "settings": [], "ports": [port], "nodes": [node],
+            "ray_nodes": [], "unresolved": []}  # fmt: skip
 
 
 def pairs(argv: tuple[str, ...]) -> list[str]:

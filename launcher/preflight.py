@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
 # Each module adds its checks to CHECKS; the order here is the order of the report.
 from launcher import host_checks  # isort: skip
@@ -21,8 +22,8 @@ from launcher.remote import Node
 from launcher.running_checks import RUNNING_CHECKS
 from launcher.weights.contents import Contents
 
-__all__ = ["CHECKS", "FAIL", "PASS", "WARN", "Context", "Finding", "Ours", "check_skip", "context", "describe",
-           "failed", "image_id", "ports_of", "request", "run_checks"]  # fmt: skip
+__all__ = ["CHECKS", "FAIL", "PASS", "WARN", "CheckReport", "Context", "Finding", "Ours", "check_skip", "context",
+           "describe", "failed", "image_id", "ports_of", "request", "run_checks"]  # fmt: skip
 
 MODULES = (host_checks, fabric_checks, content_checks, weights_checks, memory_plan)
 
@@ -109,6 +110,35 @@ def failed(findings: Iterable[Finding]) -> list[Finding]:
 
 
 # Telling
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check` found on every node, and what only a start can look at."""
+
+    kind: ClassVar[str] = "check"
+    findings: Sequence[Finding]
+
+    @property
+    def code(self) -> Exit:
+        return Exit.REFUSED if failed(self.findings) else Exit.OK
+
+    @property
+    def problem(self) -> str:
+        names = ", ".join(sorted({finding.check for finding in failed(self.findings)}))
+        return f"{names} failed; `fix` of each finding says what to do." if names else ""
+
+    def body(self) -> Mapping[str, object]:
+        levels = [finding.level for finding in self.findings]
+        return {
+            "counts": {level: levels.count(level) for level in (PASS, WARN, FAIL)},
+            "findings": [asdict(finding) | {"fix": finding.fix or None} for finding in self.findings],
+            "at_start": [{"check": name, "looks_at": what} for name, what in RUNNING_CHECKS.items()],
+        }
+
+    def text(self) -> str:
+        later = "\n".join(f"      {name:<18} {what}" for name, what in RUNNING_CHECKS.items())
+        return f"{describe(self.findings)}\nA start checks more, once there is something to look at:\n{later}"
 
 
 def describe(findings: Sequence[Finding]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.settings import HOST
@@ -13,6 +15,8 @@ from launcher.settings import HOST
 PROC = Path("/proc")
 STOP_GRACE_S = 20
 TERMINATE_GRACE_S = 5
+# Waits for a line, and ends without one.
+GATE = 'read -r go && exec "$@" < /dev/null'
 
 
 def stat_fields(pid: int) -> list[str] | None:
@@ -32,6 +36,53 @@ def start_time(pid: int) -> int | None:
 def is_same(pid: int, started: int) -> bool:
     """Whether the process that had this pid then still runs; a reused pid has another start time."""
     return start_time(pid) == started
+
+
+def boot_id() -> str:
+    """Of this machine's run since it was switched on: pids of another one mean nothing."""
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def start_recorded(argv: Sequence[str], record: Callable[[int], None], **how) -> subprocess.Popen:
+    """The command, in a session of its own. It begins once `record(pid)` is over, and never if we die before.
+
+    So whatever kills us, what runs is on record.
+    """
+    child = subprocess.Popen(["/bin/sh", "-c", GATE, "sh", *argv], stdin=subprocess.PIPE, start_new_session=True, **how)
+    try:
+        record(child.pid)
+        os.write(child.stdin.fileno(), b"\n")
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
+    finally:
+        child.stdin.close()
+    return child
+
+
+def leading(commands: Sequence[Sequence[bytes]]) -> list[int]:
+    """Living leaders of a session that run one of these commands, by whatever interpreter.
+
+    So the launcher starts its own helpers (remote.py); what the user typed, or what a helper left behind, leads none.
+    """
+    endings = tuple(b"\0" + b"\0".join([*command[1:], b""]) for command in commands)
+    found = []
+    for entry in PROC.iterdir():
+        fields = stat_fields(int(entry.name)) if entry.name.isdigit() else None
+        if fields and fields[0] != "Z" and fields[3] == entry.name and command_line(entry).endswith(endings):
+            found.append(int(entry.name))
+    return found
+
+
+def command_line(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def group_members(group: int) -> list[int]:

@@ -11,19 +11,21 @@ from launcher import canary, phases, processes
 from launcher.console import Progress
 from launcher.errors import Exit, LauncherError
 from launcher.plan import Plan
-from launcher.state import Process
 
 POLL_S = 0.2
 
 
-def start_server(plan: Plan, log: Path) -> subprocess.Popen:
-    """In a session of its own: Ctrl-C reaches only the launcher, and the whole group can be ended."""
+def start_server(plan: Plan, log: Path, record: Callable[[int], None], held: int | None) -> subprocess.Popen:
+    """In a session of its own: Ctrl-C reaches only the launcher, and the whole group can be ended.
+
+    `record` is given its pid before it begins; `held` is the descriptor that keeps its environment (venvs.hold).
+    """
     if log.exists():
         log.replace(log.with_name(log.name + ".1"))
     with log.open("wb") as stream:
-        return subprocess.Popen(
-            plan.argv, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
-            env=plan.environment, cwd=plan.folder, start_new_session=True,
+        return processes.start_recorded(
+            plan.argv, record, stdout=stream, stderr=subprocess.STDOUT, env=plan.environment, cwd=plan.folder,
+            pass_fds=() if held in (None, -1) else (held,),
         )  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def refuse_if_not_exl3(reader: phases.LogReader) -> None:
     if reader.quantization not in (None, "exl3"):
         raise LauncherError(
             f"server: the engine runs the model with quantization={reader.quantization} where exl3 was expected, so "
-            f"the plugin was not used; remove .venv-local and start again.",
+            f"the plugin was not used; remove .venvs and start again.",
             Exit.SERVER,
         )
 
@@ -109,7 +111,3 @@ def refuse_if_late(progress: Progress, reader: phases.LogReader, log: Path) -> N
 
 def stop_server(server: subprocess.Popen, grace_s: float = processes.STOP_GRACE_S) -> None:
     processes.stop_group(server.pid, grace_s)
-
-
-def identify(server: subprocess.Popen) -> Process:
-    return Process(server.pid, processes.start_time(server.pid) or 0)

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,12 +189,15 @@ def new_folder(beside: Path) -> Path:
 # While it runs
 
 
-def run(job: Job) -> tuple[int, list[str]]:
-    """(exit code, everything that it said). Ctrl-C and any failure leave no process and no container."""
+def run(job: Job, record: Callable[[int], None] = lambda pid: None) -> tuple[int, list[str]]:
+    """(exit code, everything that it said). Ctrl-C and any failure leave no process and no container.
+
+    `record` is given the pid of its session before it begins: what a kill of this process leaves is then known.
+    """
     end(job)
-    process = subprocess.Popen(
-        job.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", env=dict(job.environment), cwd=REPOSITORY, start_new_session=True,
+    process = processes.start_recorded(
+        job.argv, record, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        env=dict(job.environment), cwd=REPOSITORY,
     )  # fmt: skip
     try:
         with console.phase("soak") as progress:

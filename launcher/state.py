@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +16,40 @@ from launcher.errors import Exit, LauncherError
 
 @dataclass(frozen=True)
 class Process:
+    """A process by what no other one has, on any machine that can read the state."""
+
     pid: int
     started: int  # see processes.start_time
+    boot: str = ""  # of the machine; empty: of this one
+    host: str = ""
+
+    @property
+    def is_of_this_boot(self) -> bool:
+        return self.boot in ("", processes.boot_id())
 
     @property
     def is_alive(self) -> bool:
-        return processes.is_same(self.pid, self.started)
+        return self.is_of_this_boot and processes.is_same(self.pid, self.started)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """On another machine, so that nobody here can tell whether it lives."""
+        return not self.is_of_this_boot and self.host != socket.gethostname()
+
+    @property
+    def is_gone(self) -> bool:
+        return not (self.is_alive or self.is_elsewhere)
+
+    @property
+    def has_remains(self) -> bool:
+        """Whether anything of the process group that it led is still there."""
+        is_free = processes.start_time(self.pid) in (None, self.started)
+        return self.is_of_this_boot and is_free and bool(processes.group_members(self.pid))
+
+    @property
+    def fate(self) -> str:
+        """Of one that is gone, for a sentence about what it did not end."""
+        return f"its process {self.pid} is gone" if self.is_of_this_boot else f"{self.host} was restarted since"
 
 
 @dataclass(frozen=True)
@@ -36,6 +65,11 @@ class State:
     canary: str = ""  # the file of questions that the start asked
 
     @property
+    def is_broken_off(self) -> bool:
+        """A start or a soak whose launcher was killed before it could tidy up."""
+        return not self.ready and self.launcher.is_gone
+
+    @property
     def main_process(self) -> Process:
         return self.server or self.launcher
 
@@ -45,7 +79,11 @@ class State:
 
 
 def this_process() -> Process:
-    return Process(os.getpid(), processes.start_time(os.getpid()))
+    return process_of(os.getpid())
+
+
+def process_of(pid: int) -> Process:
+    return Process(pid, processes.start_time(pid) or 0, processes.boot_id(), socket.gethostname())
 
 
 class StateFile:

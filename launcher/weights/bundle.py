@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher import console
+from launcher import console, pip_output
 from launcher.errors import Exit, LauncherError
 from launcher.settings import REPOSITORY
 from launcher.weights import download, place, record
@@ -61,7 +62,7 @@ def write_contents(jobs: Sequence[Job], plans: Sequence[Plan], target: Path) -> 
 
 
 def collect_wheels(folder: Path) -> None:
-    """What .venv-launcher is made of, for this machine and for a Spark."""
+    """What the launcher's own environment is made of, for this machine and for a Spark."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
     common = ["--require-hashes", "--only-binary", ":all:", "--dest", str(folder), "-r", str(LOCK)]
     platforms = [word for _, name in TARGETS for word in ("--platform", name)]
@@ -69,11 +70,12 @@ def collect_wheels(folder: Path) -> None:
         with console.phase(f"wheels, {what}"):
             done = subprocess.run([*pip, *words, *common], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            logging.getLogger("pip").error(done.stderr)
             raise LauncherError(
-                f"{folder}: the launcher's packages for {what} could not be collected ({last}); the package index must "
-                f"be reachable. What is in the bundle already is kept: run the same command again.", Exit.SETUP,
-            )  # fmt: skip
+                f"{folder}: the launcher's packages for {what} could not be collected: "
+                f"{pip_output.reason(done.stderr)}. What is in the bundle already is kept: run the same command again.",
+                Exit.SETUP,
+            )
 
 
 def take(jobs: Sequence[Job], source: Path, options: Options) -> list[Plan]:

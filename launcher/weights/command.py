@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from launcher import config, console
+from launcher import config, console, libraries, programs
+from launcher.arguments import parse
 from launcher.cluster import read_text
+from launcher.cluster_state import files_of
 from launcher.commands import REPOSITORY
 from launcher.config import Config
 from launcher.errors import Exit, LauncherError
@@ -15,52 +17,17 @@ from launcher.topology import TOPOLOGIES, Topology
 from launcher.weights import bundle, download, verify
 from launcher.weights.download import Job, Options
 
-# command -> what it does
-COMMANDS = {
-    "fetch": "fetch what is missing, or take it from the Hub's cache or a bundle, and verify every byte",
-    "verify": "check headers and sizes, and hash what may have changed; fetches nothing",
-    "bundle": "put weights, draft, records and the launcher's packages on a disk",
-}
 # Settings that decide what is fetched and where to; the files of several topologies must agree on them.
 READ = ("MODEL_DIR", "DRAFT_DIR", "SPEC_METHOD", "WEIGHTS_SOURCE")
-
-
-def make_parser(script: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=script,
-        description="Get the weights onto this machine, verified. Without a command: fetch. No Docker, no SSH.",
-        epilog="MODEL_DIR, DRAFT_DIR, SPEC_METHOD and WEIGHTS_SOURCE come from the env file or the environment; tokens "
-               "from HF_TOKEN or a Hub login. docs/weights.md says more.",
-    )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, doc in COMMANDS.items():
-        command = commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
-        command.add_argument("--settings", metavar="FILE", help="The env file, where several are here and differ.")
-        if name == "bundle":
-            command.add_argument("folder", type=Path, metavar="DIR")
-        else:
-            command.add_argument("--ignore-cache", action="store_true", help="Leave the Hub's cache out.")
-    fetch, check = commands.choices["fetch"], commands.choices["verify"]
-    fetch.add_argument("--dry-run", action="store_true", help="List what would be fetched; changes nothing.")
-    fetch.add_argument(
-        "--yes", action="store_true", help="Take the same bytes from another source if the first is gone."
-    )
-    fetch.add_argument("--from", dest="source", type=Path, metavar="DIR", help="Take everything from a bundle.")
-    fetch.add_argument("--streams", type=int, default=4, choices=range(1, 17), metavar="1-16", help="Files at once.")
-    check.add_argument("--full", action="store_true", help="Hash every byte again.")
-    check.add_argument(
-        "--own", action="store_true", help="Take a checkpoint of your own as it is, and note its hashes."
-    )
-    return parser
 
 
 def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
     script, *words = arguments
     console.set_program(f"./{script}")
-    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
-        words = ["fetch", *words]
-    options = make_parser(f"./{script}").parse_args(words)
-    jobs = jobs_of(read_config(options.settings, ambient))
+    options = parse(programs.weights(), words)
+    settings = read_config(options.settings, ambient)
+    libraries.log_to(files_of(settings).folder)
+    jobs = jobs_of(settings)
     try:
         carry_out(options, jobs)
     except KeyboardInterrupt:

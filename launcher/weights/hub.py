@@ -9,7 +9,6 @@ from __future__ import annotations
 import email.utils
 import errno
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from launcher import console
 from launcher.errors import LauncherError
+from launcher.libraries import without_queries
 from launcher.weights import record
 from launcher.weights.packs import Pack
 
@@ -214,8 +214,8 @@ def wait_of(headers) -> float | None:
 
 
 def without_secrets(text: str) -> str:
-    """One line; addresses lose their queries, in which storage services carry signatures."""
-    return re.sub(r"\?\S+", "?...", " ".join(text.split()))
+    """One line; addresses lose their queries."""
+    return without_queries(" ".join(text.split()))
 
 
 def is_full(error: OSError) -> bool:

@@ -57,7 +57,8 @@ class Machine:
         self.home = root / "home"
         self.home.mkdir()
         self.model, self.draft, self.cache = root / "model", root / "draft", root / "cache"
-        self.settings = {"MODEL_DIR": str(self.model), "DRAFT_DIR": str(self.draft), "SPEC_METHOD": "none"}
+        self.settings = {"MODEL_DIR": str(self.model), "DRAFT_DIR": str(self.draft), "SPEC_METHOD": "none",
+                         "RUN_DIR": str(root / "run")}  # fmt: skip
         self.table: tuple[Pack, ...] = ()
         self.numbers = itertools.count()
 

@@ -22,12 +22,14 @@ LOCAL_MODEL = ROOT / "models" / "local"
 READY_LOG = Path(__file__).parent / "data" / "server_ready.log"
 
 DOCKER = r"""#!{python} -IS
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
 books, words = Path({books!r}), sys.argv[1:]
 with open(books / "calls", "a") as calls:
     calls.write(json.dumps([os.environ.get("STUB_NODE", "head"), *words]) + "\n")
 running = books / "running"
+while (books / "hang").exists() and (books / "hang").read_text() in " ".join(words):
+    time.sleep(0.02)
 failing = json.loads((books / "fail").read_text()) if (books / "fail").exists() else []
 text = " ".join(words)
 if any(part in text for part in failing):
@@ -127,7 +129,8 @@ else:
 SSH = """#!/bin/sh
 for last; do :; done
 [ ! -e {books}/ssh-down ] || {{ echo "connect to host: Connection refused" >&2; exit 255; }}
-STUB_NODE=worker HOME={books}/worker-home exec sh -c "$last"
+# Stays there meanwhile, as ssh does.
+STUB_NODE=worker HOME={books}/worker-home sh -c "$last"
 """
 
 
@@ -298,9 +301,26 @@ class Cluster:
     def fail(self, *parts: str) -> None:
         (self.books / "fail").write_text(json.dumps(parts))
 
+    def hang(self, part: str) -> None:
+        """Docker does not come to its end with what has this in it, until `repair`."""
+        (self.books / "hang.partial").write_text(part)
+        (self.books / "hang.partial").replace(self.books / "hang")
+
     def repair(self) -> None:
-        for name in ("fail", "ssh-down"):
+        for name in ("fail", "ssh-down", "hang"):
             (self.books / name).unlink(missing_ok=True)
+
+    def processes(self) -> list[str]:
+        """Whatever still runs of ours on either node."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+            except OSError:
+                continue
+            if any(os.fsencode(folder) in words for folder in (self.books, self.run_dir)):
+                found.append(words.replace(b"\0", b" ").decode())
+        return found
 
     def lose(self, name: str) -> None:
         (self.books / "running" / name).write_text(json.dumps({"Running": False, "ExitCode": 137}))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import console, environment
+from launcher import console, environment, venvs
 from launcher.environment import Sources, missing_steps, read_stamp, wanted_stamp
 from launcher.errors import Exit, LauncherError
 
@@ -24,13 +24,17 @@ def sources(tmp_path) -> Sources:
     return Sources(tmp_path / "env", tmp_path / "local.txt", tmp_path / "test.txt", tmp_path / "overlay")
 
 
+def stamp_of(sources) -> Path:
+    return sources.folder / venvs.STAMP
+
+
 def complete(sources, with_tests=False) -> environment.Stamp:
     """The stamp that a finished set-up leaves."""
     sources.python.parent.mkdir(parents=True, exist_ok=True)
     if not sources.python.exists():
         sources.python.symlink_to(os.path.realpath(sys.executable))
     stamp = wanted_stamp(sources, with_tests, None)
-    sources.stamp.write_text(json.dumps(asdict(stamp)))
+    stamp_of(sources).write_text(json.dumps(asdict(stamp)))
     return stamp
 
 
@@ -99,7 +103,7 @@ def test_vanished_interpreter_is_noticed(sources):
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"folder": 1}'])
 def test_damaged_stamp_is_no_stamp(sources, text):
     complete(sources)
-    sources.stamp.write_text(text)
+    stamp_of(sources).write_text(text)
     assert steps(sources) == ALL
 
 
@@ -107,22 +111,102 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("broken", [*ALL, "tests"])
-def test_set_up_broken_off_at_any_step_is_repeated(sources, monkeypatch, tmp_path, broken):
+def pretended(broken: str = ""):
+    """In the place of Installer.run: an environment of one file, and an end at one step."""
+
     def run(self, step, progress):
         if step == "python":
-            complete(sources)
-            sources.stamp.unlink()
+            self.sources.python.parent.mkdir(parents=True)
+            self.sources.python.symlink_to(os.path.realpath(sys.executable))
         if step == broken:
             raise Killed
 
-    monkeypatch.setattr(environment.Installer, "run", run)
+    return run
+
+
+def make(sources, tmp_path, **more) -> None:
+    os.close(environment.make_environment(sources, tmp_path / "log", **more))
+
+
+def folders(sources) -> list[Path]:
+    return venvs.folders(sources.store, environment.KIND)
+
+
+@pytest.mark.parametrize("broken", [*ALL, "tests"])
+def test_set_up_broken_off_at_any_step_leaves_nothing_and_is_repeated(sources, monkeypatch, tmp_path, broken):
+    monkeypatch.setattr(environment.Installer, "run", pretended(broken))
     with pytest.raises(Killed):
-        environment.make_environment(sources, tmp_path / "log", with_tests=True)
-    assert steps(sources) == ALL
-    monkeypatch.setattr(environment.Installer, "run", lambda *_: None)
-    environment.make_environment(sources, tmp_path / "log", with_tests=True)
+        make(sources, tmp_path, with_tests=True)
+    assert steps(sources) == ALL and not os.path.lexists(sources.folder) and folders(sources) == []
+    monkeypatch.setattr(environment.Installer, "run", pretended())
+    make(sources, tmp_path, with_tests=True)
     assert steps(sources, with_tests=True) == ()
+    assert sources.folder.is_symlink() and folders(sources) == [sources.real.folder]
+
+
+@pytest.mark.parametrize("older", ["a link", "a folder of an older checkout"])
+@pytest.mark.parametrize("broken", ALL)
+def test_a_failed_rebuild_leaves_the_old_one_in_its_place(sources, monkeypatch, tmp_path, broken, older):
+    monkeypatch.setattr(environment.Installer, "run", pretended())
+    make(sources, tmp_path) if older == "a link" else complete(sources)
+    before, lock = sources.real.folder, sources.lock.read_text()
+    stamp = stamp_of(sources).read_bytes()
+    sources.lock.write_text("a==2\n")
+    monkeypatch.setattr(environment.Installer, "run", pretended(broken))
+    with pytest.raises(Killed):
+        make(sources, tmp_path)
+    assert sources.real.folder == before and stamp_of(sources).read_bytes() == stamp and sources.python.exists()
+    sources.lock.write_text(lock)
+    make(sources, tmp_path)  # would be Killed if it did anything
+    sources.lock.write_text("a==2\n")
+    monkeypatch.setattr(environment.Installer, "run", pretended())
+    make(sources, tmp_path)
+    assert steps(sources) == () and folders(sources) == [sources.real.folder] != [before]
+
+
+def test_what_runs_keeps_its_environment_until_it_ends(sources, monkeypatch, tmp_path):
+    monkeypatch.setattr(environment.Installer, "run", pretended())
+    held = environment.make_environment(sources, tmp_path / "log")
+    server = subprocess.Popen(["sleep", "60"], pass_fds=(held,))
+    os.close(held)
+    old = sources.real.folder
+    sources.lock.write_text("a==2\n")
+    os.close(environment.make_environment(sources, tmp_path / "log"))
+    assert old.exists() and sources.real.folder != old
+    server.kill()
+    server.wait()
+    os.close(environment.make_environment(sources, tmp_path / "log"))
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("point", ["put_in_place", "replace"])
+def test_a_kill_after_the_last_step_costs_no_second_set_up(sources, monkeypatch, tmp_path, point):
+    """Between the stamp and the link, and between the two renames where an older checkout's folder gives way."""
+    complete(sources)
+    sources.lock.write_text("a==2\n")
+    monkeypatch.setattr(environment.Installer, "run", pretended())
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        die = lambda *_: (_ for _ in ()).throw(Killed)
+        patch.setattr(*((environment, point, die) if point == "put_in_place" else (Path, "replace", die_at_link)))
+        make(sources, tmp_path)
+    monkeypatch.setattr(environment.Installer, "run", pretended("python"))
+    make(sources, tmp_path)
+    assert steps(sources) == () and folders(sources) == [sources.real.folder]
+
+
+def die_at_link(path, target, replace=Path.replace):
+    if path.suffix == ".link":
+        raise Killed
+    return replace(path, target)
+
+
+def test_a_killed_set_up_leaves_nothing_once_the_next_is_over(sources, monkeypatch, tmp_path):
+    left = venvs.new_folder(sources.store, environment.KIND)
+    left.mkdir(parents=True)
+    (left / "half").write_text("made")
+    monkeypatch.setattr(environment.Installer, "run", pretended())
+    make(sources, tmp_path)
+    assert folders(sources) == [sources.real.folder]
 
 
 def test_broken_off_update_of_the_overlay_keeps_the_rest(sources, monkeypatch, tmp_path):
@@ -139,11 +223,11 @@ def test_broken_off_update_of_the_overlay_keeps_the_rest(sources, monkeypatch, t
 def test_failing_command_is_reported_with_step_and_log(sources, tmp_path, capsys):
     log = (tmp_path / "log").open("w")
     installer = environment.Installer(sources, log, {})
-    with pytest.raises(LauncherError, match=r"step packages: .* exit code 3.*log") as caught:
-        code = "print('the reason'); raise SystemExit(3)"
+    with pytest.raises(LauncherError, match=r"step packages: .* exit code 3: the reason; .*log") as caught:
+        code = "print('much else'); print('the reason'); raise SystemExit(3)"
         installer.must([sys.executable, "-c", code], console.Progress("packages"), "packages")
     assert caught.value.code == Exit.SETUP
-    assert "the reason" in capsys.readouterr().err
+    assert "much else" not in capsys.readouterr().err and "much else" in (tmp_path / "log").read_text()
 
 
 def test_full_disk_is_refused_with_numbers(sources):

@@ -133,7 +133,7 @@ def test_status_of_a_server_that_hangs(state_file, sleeper, values, unused_port,
 
 
 def test_status_while_starting_names_the_phase(state_file, sleeper, values, capsys):
-    state_file.write(state_of(sleeper, ready=False, phase="weights"))
+    state_file.write(state_of(sleeper, this_process(), ready=False, phase="weights"))
     assert lifecycle.status(values) == Exit.STARTING
     assert "weights" in capsys.readouterr().out
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +14,19 @@ from pathlib import Path
 import pytest
 from stub_cluster import LOCAL_MODEL, an_image
 
-from launcher import cluster, cluster_soak, cluster_state, commands, environment, local_soak, recipe, soak, watch
+from launcher import (
+    cluster,
+    cluster_life,
+    cluster_soak,
+    cluster_state,
+    commands,
+    environment,
+    lifecycle,
+    local_soak,
+    recipe,
+    soak,
+    watch,
+)
 from launcher import settings as local_settings
 from launcher.commands import Unit
 from launcher.errors import Exit, LauncherError
@@ -354,6 +367,51 @@ def test_an_interrupt_leaves_no_process_and_no_container(machine):
     assert machine.stub.calls("run")[0][machine.stub.calls("run")[0].index("--name") + 1] == removed[0][-1]
 
 
+def killed(machine, run, folder: Path) -> int:
+    """Kills the launcher of a soak, a process of its own; the pid of what it left."""
+    launcher = multiprocessing.get_context("fork").Process(target=run)
+    launcher.start()
+    deadline = time.monotonic() + 30
+    while not (found := list(folder.glob("*/seen"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    launcher.kill()
+    launcher.join(20)
+    return json.loads(found[0].read_text())["pid"]
+
+
+@pytest.mark.parametrize("then", ["start", "stop", "soak"])
+def test_what_a_killed_soak_left_is_told_and_ended(machine, capsys, then):
+    config = machine.stub.config()
+    machine.behave({"hang": True})
+    left = killed(machine, machine.run, machine.stub.run_dir / "tp2-soak")
+    assert cluster_life.status(config) == Exit.SERVER
+    said = capsys.readouterr().out
+    assert "status:   broken off\nphase:    soak\n" in said and "left:     runs: 1 of 2" in said and not is_gone(left)
+    machine.behave(GOOD)
+    assert (machine.run() if then == "soak" else getattr(cluster_life, then)(config)) == Exit.OK
+    assert is_gone(left)
+    assert ("phase soak was broken off before" in capsys.readouterr().err) == (then != "stop")
+    assert ["rm", "--force", "--volumes", "exl3-tp2-rank0-soak"] in [call[1:] for call in machine.stub.calls("rm")]
+    cluster_life.stop(config)
+
+
+def test_status_tells_a_soak_that_is_under_way(machine, capsys):
+    machine.behave({"hang": True})
+    said = []
+
+    def look(pid):
+        said.append(cluster_life.status(machine.stub.config()))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = when_it_runs(machine, look)
+    with pytest.raises(Interrupted):
+        machine.run()
+    thread.join()
+    assert said == [Exit.STARTING] and "status:   soak\n" in capsys.readouterr().out
+    assert cluster_life.status(machine.stub.config()) == Exit.NOT_RUNNING
+
+
 def test_it_ends_before_the_machine_has_no_memory_left(machine):
     machine.behave({"hang": True})
     (machine.folder / "low").write_text(PLENTY.replace(str(120 << 20), "1024"))
@@ -394,7 +452,7 @@ def test_both_command_lines_have_it(machine, monkeypatch, capsys):
 @pytest.fixture
 def local(machine, values, monkeypatch):
     """(settings, what it was told): the environment is there already, and is this one."""
-    monkeypatch.setattr(local_soak.environment, "make_environment", lambda *_: None)
+    monkeypatch.setattr(local_soak.environment, "make_environment", lambda *_: -1)
     monkeypatch.setattr(environment.Sources, "python", Path(sys.executable))
     machine.behave(report(0, "cpu", **{PLAIN: arm()}))
     return values, lambda: json.loads(next((values["run_dir"] / "local-soak").glob("*/seen")).read_text())
@@ -412,6 +470,19 @@ def test_the_local_soak_asks_more_than_two_hundred_turns(local, monkeypatch, cap
         for block in (16, 128, 512):
             edges = sessions.Edges(block, 2048, 2040)
             assert sessions.make_plan(seed, int(given["--sessions"]), edges).turns >= 200
+
+
+def test_what_a_killed_local_soak_left_is_told_and_ended(local, machine, capsys):
+    values, _ = local
+    machine.behave({"hang": True})
+    ambient = {"PATH": os.environ["PATH"]}
+    left = killed(machine, lambda: local_soak.run(values, ambient, options()), values["run_dir"] / "local-soak")
+    assert lifecycle.status(values) == Exit.SERVER and "phase:    soak\n" in capsys.readouterr().out
+    assert not is_gone(left)
+    machine.behave(report(0, "cpu", **{PLAIN: arm()}))
+    assert local_soak.run(values, ambient, options()) == Exit.OK
+    assert is_gone(left) and "broken off in phase soak" in capsys.readouterr().err
+    assert lifecycle.status(values) == Exit.NOT_RUNNING
 
 
 def test_a_local_server_is_asked_with_its_model_and_key(local, monkeypatch, values):

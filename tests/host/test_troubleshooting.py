@@ -5,6 +5,10 @@ import contextlib
 import io
 import json
 import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,6 +166,30 @@ def status_without_settings(stub, monkeypatch, tmp_path):
     return said_by(cluster.main, ["start.sh", "tp2", "status"], {"RUN_DIR": str(stub.run_dir)})
 
 
+def start_of(command, **launcher):
+    """The state of a start whose launcher is not this process any more."""
+
+    def produce(stub, monkeypatch, tmp_path):
+        files = stub.pretend_ready(stub.config())
+        state = files.read_state()
+        files.write_state(replace(state, ready=False, phase="load", launcher=replace(state.launcher, **launcher)))
+        return said_by(command, stub.config())
+
+    return produce
+
+
+def without_packages(stub, monkeypatch, tmp_path):
+    for name in ("launcher", "requirements"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, tmp_path / "launcher/bootstrap.py", "start.sh", "tp2", "status"]
+    return subprocess.run(command, capture_output=True, text=True).stderr
+
+
+def escaped_folder_without_packages(stub, monkeypatch, tmp_path):
+    monkeypatch.setattr(config, "has_parser", lambda: False)
+    return said_by(config.of_what_runs, TP2, 'RUN_DIR="/srv/\\x41"\n', {})
+
+
 def in_service(command, **changes):
     """What is said of a cluster whose API has these faults."""
 
@@ -221,6 +249,10 @@ PRODUCERS = {
     "built from other sources than this checkout": start_with_images(OURS, OURS),
     "the image did not arrive": start_with_images(OURS, {}, cut=True),
     "already runs": second_start,
+    "broken off": start_of(cluster_life.status, started=0),
+    "which cannot be seen from here": start_of(cluster_life.start, boot="another", host="spark-9"),
+    "runs without the launcher's Python environment": without_packages,
+    "are not here; give it in the environment": escaped_folder_without_packages,
     "is under way": start_under_lock,
     "could not be started": start_after(lambda stub: stub.fail("--name exl3-tp2-rank1")),
     "phase ray is not over after": start_after(lambda stub: stub.joined("10.0.0.1"), RAY_TIMEOUT_S="1"),

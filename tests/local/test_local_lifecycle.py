@@ -73,6 +73,14 @@ def test_status_tells_what_runs(server):
     assert rows["model"] == str(MODEL)
 
 
+def test_status_tells_programs_the_same(server):
+    found = json.loads(server.run("status", "--json").stdout)
+    assert (found["schema"], found["status"], found["error"], found["answers"]) == ("status", "ready", None, True)
+    assert found["url"] == f"http://127.0.0.1:{server.port}/v1" and found["model"] == str(MODEL)
+    assert found["counters"]["tokens_written"] > 0 and found["counters"]["prefix_cache"] is None
+    assert found["counters"]["loops"]["answers_ended"] > 0
+
+
 def test_logs_prints_the_servers_log(server):
     logs = server.run("logs")
     assert logs.returncode == 0
