@@ -76,7 +76,7 @@ def must(command):
 
 def refuse(text, code):
     print(text, file=sys.stderr)
-    if sys.version_info >= OLDEST:
+    if "--json" in sys.argv and sys.version_info >= OLDEST:
         from launcher import errors, reports
 
         reports.tell_error(text, errors.Exit(code), sys.argv)

@@ -34,6 +34,7 @@ from launcher.cluster_state import StartedUnit, files_of, new_state
 from launcher.counters import Counters
 from launcher.errors import Exit, LauncherError
 from launcher.settings import REPOSITORY
+from launcher.state import this_process
 from launcher.status import LostGpu, Status, UnitStatus
 
 PAGE = (REPOSITORY / "docs/json.md").read_text()
@@ -123,7 +124,7 @@ def test_local_status_without_and_with_a_run(values, state_file, sleeper, unused
     assert lifecycle.status(values, as_json=True) == Exit.SERVER
     hangs = read(capsys.readouterr().out, Exit.SERVER)
     assert hangs["status"] == "not answering" and hangs["pid"] == sleeper.pid and str(unused_port) in hangs["url"]
-    state_file.write(state_of(sleeper, ready=False, phase="weights"))
+    state_file.write(state_of(sleeper, this_process(), ready=False, phase="weights"))
     assert lifecycle.status(values, as_json=True) == Exit.STARTING
     assert "phase weights" in read(capsys.readouterr().out, Exit.STARTING)["error"]["message"]
 
