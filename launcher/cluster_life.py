@@ -515,7 +515,7 @@ def logs(config, rank: int, follow: bool) -> Exit:
     if units:
         unit = units[-1]
         command = unit.unit.follow if follow else unit.unit.logs
-        return Exit(0) if subprocess.run(remote.command_for(unit.node, command)).returncode == 0 else Exit.SERVER
+        return Exit.OK if remote.show(unit.node, command) == 0 else Exit.SERVER
     saved = sorted(files.logs.glob(f"rank{rank}-*.log"))
     if not saved:
         print(f"There is no log of rank {rank} yet.", file=sys.stderr)
@@ -531,5 +531,5 @@ def shell(config, rank: int) -> Exit:
     if state is None:
         print("status:   not running", file=sys.stderr)
         return Exit.NOT_RUNNING
-    command = remote.command_for(remote.nodes_of(config)[rank], state.shells[rank], terminal=True)
+    command = remote.terminal_command(remote.nodes_of(config)[rank], state.shells[rank])
     return Exit.OK if subprocess.run(command).returncode == 0 else Exit.SERVER
