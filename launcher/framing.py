@@ -1,8 +1,8 @@
 """Tells what a command on a node answers from what the node's login shell says of its own.
 
-Whatever is written to the login shell's output by its startup files, a message of the day or something in the background
-arrives on the same stream as the answer. So the command runs inside of a wrapper that puts a mark, which is another one
-for each call, before and behind what the command writes, and its exit status into the mark at the end.
+What startup files, a message of the day or something in the background write arrives on the same stream as the answer.
+So the command runs inside of a wrapper that puts a mark, another one for each call, before and behind what the command
+writes, and the exit status into the one behind.
 """
 
 from __future__ import annotations

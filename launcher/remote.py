@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from launcher import framing
@@ -33,6 +34,7 @@ LONGEST_LINE_BYTES = 131_000
 LONGEST_COMMAND_BYTES = 120_000  # of it; the rest is for the frame
 PIECE_BYTES = 1 << 20
 LAST_WORDS_S = 5
+QUIET_SSH = Path(__file__).with_name("quiet_ssh.py")
 
 # Who waits for a password or for a dead link waits for ever. Host keys are judged as the user's own configuration says.
 SSH_OPTIONS = (
@@ -108,13 +110,12 @@ def ssh_arguments(node: Node, *, terminal: bool = False) -> list[str]:
 
 def rsync_transport(node: Node) -> list[str]:
     """rsync's arguments that make it log in as everything else does."""
-    return ["--rsh", shlex.join(ssh_arguments(node)[:-2])]  # rsync adds the login itself
+    return ["--rsh", shlex.join([sys.executable, "-I", str(QUIET_SSH), *ssh_arguments(node), "--"])]
 
 
 def rsync_target(node: Node, path: str) -> str:
-    """A folder on a node, as rsync's last argument."""
-    address = f"[{node.address}]" if ":" in node.address else node.address
-    return f"{node.user}@{address}:{path}" if node.user else f"{address}:{path}"
+    """A folder on a node, as rsync's last argument. The transport knows the login."""
+    return f"[{node.address}]:{path}" if ":" in node.address else f"{node.address}:{path}"
 
 
 def quoted(argv: Sequence[str]) -> bytes:
@@ -150,8 +151,13 @@ class Call:
         if node.is_here:
             quoted(argv)  # for what it refuses
             return cls(argv[0], [word.encode("utf-8", "surrogateescape") for word in argv])
+        return cls.of_line(argv[0], ssh_arguments(node), quoted(argv))
+
+    @classmethod
+    def of_line(cls, program: str, ssh: Sequence[str], line: bytes) -> Call:
+        """The same of a line that is quoted already, over this ssh."""
         mark = secrets.token_hex(16)
-        return cls("ssh", [*over_ssh(node), bounded(argv[0], framing.framed(quoted(argv), mark))], mark)
+        return cls("ssh", [*map(os.fsencode, ssh), bounded(program, framing.framed(line, mark))], mark)
 
     def result(self, code: int, output: Answer, answer: bytes, stderr: bytes) -> Result:
         """From what the process on this machine left, `code` being TIMED_OUT if it was ended for its time."""
@@ -160,11 +166,12 @@ class Call:
         errors, said = Answer.of(self.mark, stderr)
         if output.code is not None:
             return Result(output.code, answer, said, output.noise)
-        code = code or SSH_FAILED
-        # ssh's own words, if it has any, come behind what the command said.
-        said += errors.noise
-        if not output.began and code not in (SSH_FAILED, TIMED_OUT):
-            code, said = SSH_FAILED, no_answer(code, output.noise or errors.noise)
+        said += errors.noise  # ssh's own words, if it has any, come behind what the command said
+        if output.began:
+            said = said or b"the connection ended before the answer did"
+        elif code not in (SSH_FAILED, TIMED_OUT) or not said:
+            said = no_answer(code, output.noise or errors.noise)
+        code = TIMED_OUT if code == TIMED_OUT else SSH_FAILED
         return Result(code, answer, said, output.noise, unreached=code != TIMED_OUT or not output.began)
 
 
@@ -179,15 +186,11 @@ def bounded(program: str, line: bytes) -> bytes:
     return line
 
 
-def over_ssh(node: Node, *, terminal: bool = False) -> list[bytes]:
-    return [os.fsencode(word) for word in ssh_arguments(node, terminal=terminal)]
-
-
 def terminal_command(node: Node, argv: Sequence[str]) -> list[bytes]:
     """What a person at this terminal runs so that `argv` runs on the node; what the login shell says, he reads."""
     if node.is_here:
         return list(Call.to(node, argv).command)
-    return [*over_ssh(node, terminal=True), bounded(argv[0], framing.unframed(quoted(argv)))]
+    return [*map(os.fsencode, ssh_arguments(node, terminal=True)), bounded(argv[0], framing.unframed(quoted(argv)))]
 
 
 def run(node: Node, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 30) -> Result:
@@ -242,9 +245,12 @@ class Talk:
 def show(node: Node, argv: Sequence[str]) -> int:
     """Runs a command whose output is for the user, as it comes; returns its exit status."""
     call = Call.to(node, argv)
-    if not call.mark:
-        return subprocess.run(call.command).returncode
-    process = subprocess.Popen(call.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return show_marked(call, subprocess.DEVNULL) if call.mark else subprocess.run(call.command).returncode
+
+
+def show_marked(call: Call, stdin: int | None) -> int:
+    """Passes on what a command over ssh says on each stream, and nothing of the login shell's."""
+    process = subprocess.Popen(call.command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     output, errors = Answer(call.mark), Answer(call.mark)
     beside_it = threading.Thread(target=pump, args=(process.stderr, errors, sys.stderr), daemon=True)
     try:
@@ -255,11 +261,10 @@ def show(node: Node, argv: Sequence[str]) -> int:
     finally:
         process.kill()
         process.wait()
-    if output.code is None:
-        said = errors.noise or no_answer(process.returncode, output.noise)
-        print(said.decode("utf-8", "replace").strip(), file=sys.stderr)
-        return process.returncode or SSH_FAILED
-    return output.code
+    result = call.result(process.returncode, output, b"", errors.noise)
+    if result.unreached:
+        print(result.message, file=sys.stderr)
+    return result.code
 
 
 def pump(source, answer: Answer, target) -> None:

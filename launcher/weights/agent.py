@@ -149,8 +149,9 @@ class Agent:
         return seen_of(self.ask("look", names=list(names)))
 
     def lost(self) -> LauncherError:
+        said = self.talk.result().message
         return LauncherError(
-            f"{label(self.node)}: the connection ended ({self.talk.result().message}); see that `ssh {self.node.login} python3 --version` "
+            f"{label(self.node)}: the connection ended ({said}); see that `ssh {self.node.login} python3 --version` "
             f"answers, then run this again: what has arrived is kept.",
             Exit.SETUP,
         )
