@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import subprocess
 import sys
@@ -72,6 +73,7 @@ def look(config, state: ClusterState | None) -> preflight.Context:
 
 
 def check(config) -> Exit:
+    preflight.refuse_settings(config)
     context = look(config, files_of(config).read_state())
     findings = preflight.run_checks(context, config["SKIP_CHECKS"])
     print(preflight.describe(findings))
@@ -106,7 +108,7 @@ def refuse_bad_run(findings: Sequence[preflight.Finding], config, phase: str) ->
 
 def plan_of(context) -> cluster_plan.Plan:
     plan = cluster_plan.make(
-        context.config, context.fabrics, homes=[node.host.home for node in context.facts],
+        context.config, context.fabrics, homes=[home_of(node) for node in context.facts],
         image_id=preflight.image_id(context), ray_token=secrets.token_hex(32), admin_token=secrets.token_hex(32),
     )  # fmt: skip
     if plan.unresolved:
@@ -115,10 +117,21 @@ def plan_of(context) -> cluster_plan.Plan:
     return plan
 
 
+def home_of(node: facts.NodeFacts) -> str:
+    """Of the user who logs in there. No check that is skipped makes up for it."""
+    if node.host is None:
+        trouble = node.unreached or node.unprobed or node.errors.get("host", "it did not tell its home folder")
+        raise LauncherError(
+            f"node {node.rank} ({node.address}): {trouble}; nothing can be started on a node that does not answer, "
+            f"whatever SKIP_CHECKS leaves out: `{console.program()} check` says what to mend."
+        )
+    return node.host.home
+
+
 def questions_of(config) -> list[canary.Question]:
     """A reviewed list comes with the model, or with the launcher for the model that it is made for."""
     beside = Path(str(config["MODEL_DIR"])).expanduser() / "canary.json"
-    return canary.questions_for_start(beside if beside.is_file() else CANARIES / f"{MODEL_ID}.json")
+    return canary.questions_for_start(beside if os.path.isfile(beside) else CANARIES / f"{MODEL_ID}.json")
 
 
 # Start
@@ -136,6 +149,7 @@ def restart(config) -> Exit:
 def launch(config, *, may_replace: bool) -> Exit:
     if config.topology.refusal:
         raise LauncherError(config.topology.refusal)
+    preflight.refuse_settings(config)
     files = files_of(config)
     with signals_interrupt(), files.lock():
         state = files.read_state()
@@ -185,8 +199,8 @@ def bring_up(context, plan: cluster_plan.Plan, questions: Sequence[canary.Questi
     """All or nothing: on any failure or interrupt nothing of it stays on any node."""
     config, files = context.config, files_of(context.config)
     run = Run(config, plan, remote.nodes_of(config), files)
-    files.write_record(record_of(context, plan))
     try:
+        files.write_record(record_of(context, plan))
         run.start_ranks()
         if plan.ray_nodes:
             run.wait_for_ray()
@@ -420,10 +434,9 @@ def clear_away(state: ClusterState, files: Files) -> None:
     """After a failed start, whose own reason matters more: what could not be ended is told, and stays in the state."""
     try:
         end_units(state)
+        files.forget_state()
     except LauncherError as left:
         console.say(f"\n{left}")
-    else:
-        files.forget_state()
 
 
 def end_on(units: Sequence[StartedUnit]) -> list[str]:
@@ -440,11 +453,15 @@ def end_on(units: Sequence[StartedUnit]) -> list[str]:
 
 
 def keep_logs(state: ClusterState, files: Files) -> None:
-    """What each unit said, saved before its container is removed."""
-    files.logs.mkdir(parents=True, exist_ok=True)
-    for started in state.units:
-        lines = watch.log_of(started)
-        log_path(files, started.node.rank, started.unit.name).write_text("\n".join([*lines, ""]))
+    """What each unit said, saved before its container is removed. That it cannot be saved keeps nothing running."""
+    try:
+        with files.usable():
+            files.logs.mkdir(parents=True, exist_ok=True)
+            for started in state.units:
+                lines = watch.log_of(started)
+                log_path(files, started.node.rank, started.unit.name).write_text("\n".join([*lines, ""]))
+    except LauncherError as error:
+        console.say(f"\nNote: the logs of the ranks are not kept: {error}")
 
 
 def log_path(files: Files, rank: int, unit: str) -> Path:

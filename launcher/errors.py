@@ -15,6 +15,7 @@ class Exit(IntEnum):
     WRONG_ANSWER = 6  # the server runs, but the canary was not answered correctly
     BUSY = 7  # already running or starting
     STARTING = 8  # `status` while a start is under way
+    FAULT = 9  # of the launcher itself
     INTERRUPTED = 130
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher import processes
+from launcher import paths, processes
 from launcher.errors import Exit, LauncherError
 
 
@@ -56,18 +56,31 @@ class StateFile:
 
     def write(self, state: State) -> None:
         """Whole or not at all: a reader never sees half a file."""
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(state), indent=1) + "\n")
-        partial.replace(self.path)
+        with self.usable():
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(asdict(state), indent=1) + "\n")
+            partial.replace(self.path)
+
+    @contextmanager
+    def usable(self):
+        """Around what writes here: an error of the disk or of the folder in words."""
+        try:
+            yield
+        except OSError as error:
+            raise LauncherError(
+                f"--run-dir {self.folder}: cannot be used ({error.strerror}); name a folder of your own, and see that "
+                f"its disk is not full and not read-only.",
+                Exit.SETUP,
+            ) from error
 
     def read(self) -> State | None:
         """The state as written, whoever of it is still alive; None if there is none or it is unreadable."""
         try:
-            raw = json.loads(self.path.read_text())
+            raw = json.loads(paths.text_of(self.path))
             raw["launcher"] = Process(**raw["launcher"])
             raw["server"] = Process(**raw["server"]) if raw["server"] else None
             return State(**raw)
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
 
     def read_alive(self) -> State | None:
@@ -75,8 +88,9 @@ class StateFile:
         return state if state and state.is_alive else None
 
     def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self.token_path.unlink(missing_ok=True)
+        with self.usable():
+            self.path.unlink(missing_ok=True)
+            self.token_path.unlink(missing_ok=True)
 
     def write_token(self, token: str) -> None:
         """The token for the server's own routes, for the owner's eyes only."""
@@ -92,8 +106,10 @@ class StateFile:
     @contextmanager
     def lock(self):
         """Held from the checks of a start until it is ready or undone. Dies with its process."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "local.lock").open("w") as file:
+        with self.usable():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = (self.folder / "local.lock").open("w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -68,7 +68,7 @@ def folders_of(config) -> dict[str, Path]:
 
 def source_of(setting: str, folder: Path) -> Source:
     """Raises LauncherError unless every byte of the folder is known to be right."""
-    verified = record.read(folder) if folder.is_dir() else None
+    verified = record.read(folder) if os.path.isdir(folder) else None
     if verified is None:
         return Source(setting, folder, manifest_of_small(setting, folder))
     changed = record.changed(folder, verified)
@@ -93,7 +93,7 @@ def looks_of(path: Path) -> str:
 
 def manifest_of_small(setting: str, folder: Path) -> Manifest:
     """Of a checkpoint that nobody verified and that is small enough to be hashed in passing."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise LauncherError(f"{setting} {folder}: there is no such folder; `./download.sh` fills it.")
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_dir())
     for path in paths:
