@@ -103,16 +103,8 @@ class Files:
         with self.usable():
             self.state_path.unlink(missing_ok=True)
 
-    @contextmanager
     def usable(self):
-        """Around what reads or writes here: an error of the disk or of the folder in words."""
-        try:
-            yield
-        except OSError as error:
-            raise LauncherError(
-                f"{self.source}: RUN_DIR {shortened(str(self.folder))} cannot be used ({error.strerror}); set it to a "
-                f"folder of your own, and see that its disk is not full and not read-only."
-            ) from error
+        return paths.used(f"{self.source}: RUN_DIR {shortened(str(self.folder))}")
 
     def write_record(self, record: Mapping) -> None:
         self._write(self.record_path, record)

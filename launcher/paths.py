@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from launcher.errors import Exit, LauncherError
 
 # File systems of the kernel's own, in which nobody makes folders.
 KERNELS_OWN = ("/proc", "/sys")
@@ -25,6 +29,19 @@ def why_no_folder(path: Path) -> str:
     if not os.access(above, os.W_OK | os.X_OK):
         return f"{above} cannot be written by this user"
     return ""
+
+
+@contextmanager
+def used(folder: str) -> Iterator[None]:
+    """Around what reads and writes in a folder that a setting names: an error of it or of its disk in words."""
+    try:
+        yield
+    except OSError as error:
+        raise LauncherError(
+            f"{folder} cannot be used ({error.strerror}); name a folder of your own, and see that its disk is not full "
+            f"and not read-only.",
+            Exit.SETUP,
+        ) from error
 
 
 def text_of(path: Path, longest: int = LONGEST_TEXT_BYTES) -> str:

@@ -126,6 +126,8 @@ def whole(setting: Setting, path: Path) -> Path:
 
 
 def check(setting: Setting, value: object) -> object:
+    if isinstance(value, list):  # what argparse of some releases makes of `--port=--`
+        raise LauncherError(f"{setting.flag} has no value; give one, or leave it out.", Exit.USAGE)
     if setting.minimum is not None and not setting.minimum <= value <= setting.maximum:
         raise LauncherError(
             f"{setting.flag} is {value}, it must be from {setting.minimum} to {setting.maximum}.", Exit.USAGE

@@ -61,17 +61,8 @@ class StateFile:
             partial.write_text(json.dumps(asdict(state), indent=1) + "\n")
             partial.replace(self.path)
 
-    @contextmanager
     def usable(self):
-        """Around what writes here: an error of the disk or of the folder in words."""
-        try:
-            yield
-        except OSError as error:
-            raise LauncherError(
-                f"--run-dir {self.folder}: cannot be used ({error.strerror}); name a folder of your own, and see that "
-                f"its disk is not full and not read-only.",
-                Exit.SETUP,
-            ) from error
+        return paths.used(f"--run-dir {self.folder}:")
 
     def read(self) -> State | None:
         """The state as written, whoever of it is still alive; None if there is none or it is unreadable."""
