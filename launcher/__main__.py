@@ -5,8 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
-from launcher import console, environment, libraries, lifecycle, local_soak, programs, reports, settings, soak
+from launcher import (
+    console,
+    environment,
+    libraries,
+    lifecycle,
+    local_soak,
+    mishap,
+    paths,
+    programs,
+    reports,
+    settings,
+    soak,
+)
 from launcher import plan as plans
 from launcher.arguments import parse
 from launcher.errors import Exit, LauncherError
@@ -16,6 +29,8 @@ INTERRUPTED = "Interrupted; nothing was left running."
 
 def run(options: argparse.Namespace, ambient: dict[str, str]) -> Exit:
     values = settings.resolve(vars(options), ambient)
+    if options.command in ("start", "plan", "setup", "soak") and (why := paths.why_no_folder(values["run_dir"])):
+        raise LauncherError(f"--run-dir is {values['run_dir']}: {why}; name a folder of your own.", Exit.USAGE)
     if options.command == "start":
         return lifecycle.start(values, ambient)
     if options.command == "plan":
@@ -56,6 +71,27 @@ def main(arguments: list[str]) -> int:
         # Whoever read our output, `head` for one, has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
+    except Exception as error:
+        sentence = mishap.tell(error, arguments, os.environ, run_folder(arguments))
+        console.say(f"\n{sentence}")
+        reports.tell_error(sentence, Exit.FAULT, arguments)
+        return Exit.FAULT
+
+
+def run_folder(arguments: list[str]) -> Path | None:
+    """Where the run keeps its files, as far as that can be told without trusting anything."""
+    try:
+        if arguments[0] == "local":
+            words = [word for argument in arguments for word in argument.split("=", 1)]
+            at = [i for i, word in enumerate(words) if word == "--run-dir"]
+            return Path(words[at[-1] + 1]) if at else settings.REPOSITORY / ".run"
+        from launcher import cluster
+
+        topology = cluster.TOPOLOGIES[arguments[2]]
+        text = cluster.read_text(settings.REPOSITORY / topology.env_file)
+        return cluster.files_of(cluster.of_what_runs(topology, text, os.environ)).folder
+    except Exception:  # whatever it is, another one is being told
+        return None
 
 
 def carry_out(arguments: list[str], ambient: dict[str, str]) -> Exit:

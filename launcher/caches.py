@@ -95,8 +95,8 @@ def places_of(config) -> list[Place]:
     found = facts.gather(nodes, preflight.request(config))
     first = found[0].image
     for node in found:
-        trouble = node.unreached or node.unprobed or node.errors.get("image", "")
-        if trouble or not (node.image and first and node.image.is_same_as(first)):
+        trouble = node.unreached or node.unprobed or node.errors.get("image", "") or node.errors.get("host", "")
+        if trouble or node.host is None or not (node.image and first and node.image.is_same_as(first)):
             raise LauncherError(
                 f"image warm: node {node.rank} ({node.address}): {trouble or 'the image is missing or another one'}; "
                 f"`{console.program()} image status` tells more.",

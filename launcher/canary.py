@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher import console, long_prompt
+from launcher import console, long_prompt, paths
 from launcher.errors import Exit, LauncherError
 from launcher.settings import HOST, MODEL_ID
 
@@ -53,9 +53,9 @@ class Answer:
 
 def read_questions(path: Path) -> list[Question]:
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(paths.text_of(path))
         questions = [read_question(entry) for entry in entries]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise LauncherError(
             f"{path}: not readable as a list of question, must_contain and kind ({type(error).__name__}: {error}); "
             f"a start proves itself with these, so give another file with --canary."

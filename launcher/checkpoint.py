@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
+from launcher import paths
 from launcher.errors import LauncherError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
+LONGEST_JSON_BYTES = 256 << 20  # an index names every tensor
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def check_checkpoint(folder: Path) -> None:
     """Raises LauncherError naming the file if the checkpoint cannot be served."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise LauncherError(f"{folder}: there is no such model folder; give one with --model, or restore it from git.")
     for name in NEEDED:
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):
             raise LauncherError(f"{folder / name}: the file is missing and a model needs it; {restore(folder)}")
     check_format(folder / "config.json")
     shards = read_index(folder)
@@ -33,8 +36,8 @@ def restore(folder: Path) -> str:
 
 def read_json(path: Path) -> dict:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(paths.text_of(path, LONGEST_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise LauncherError(f"{path}: not readable as JSON ({error}); {restore(path.parent)}") from error
     if not isinstance(content, dict):
         raise LauncherError(f"{path}: holds a {type(content).__name__} where an object belongs; {restore(path.parent)}")
@@ -55,8 +58,8 @@ def check_format(path: Path) -> None:
 
 def read_index(folder: Path) -> dict[str, set[str]]:
     """Shard file -> names of the tensors that the index expects in it (empty set: no index, anything goes)."""
-    if not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
+    if not os.path.isfile(folder / INDEX):
+        if not os.path.isfile(folder / SINGLE):
             raise LauncherError(f"{folder}: has neither {INDEX} nor {SINGLE}; {restore(folder)}")
         return {SINGLE: set()}
     weight_map = read_json(folder / INDEX).get("weight_map")
@@ -72,7 +75,7 @@ def read_index(folder: Path) -> dict[str, set[str]]:
 
 def check_shard(path: Path, expected: set[str]) -> tuple[dict, int]:
     """As `read_header`, of a file whose size is what its header says and whose tensors are those of the index."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise LauncherError(f"{path}: the index names this file and it is missing; {restore(path.parent)}")
     header, start = read_header(path)
     size = path.stat().st_size
@@ -91,18 +94,18 @@ def check_shard(path: Path, expected: set[str]) -> tuple[dict, int]:
 
 def read_header(path: Path) -> tuple[dict, int]:
     """(tensor name -> entry, offset of the data) of a safetensors file."""
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        raw = file.read(length) if 0 < length <= MAX_HEADER_BYTES else b""
     try:
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            raw = file.read(length) if 0 < length <= MAX_HEADER_BYTES else b""
         header = json.loads(raw)
         header.pop("__metadata__", None)
         for entry in header.values():
             begin, end = entry["data_offsets"]
             if not 0 <= begin <= end:
                 raise ValueError(f"offsets {begin}, {end}")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LauncherError(
             f"{path}: is no whole safetensors file, its header cannot be read; {restore(path.parent)}"
         ) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,8 @@ from launcher import (
     images,
     libraries,
     memory_plan,
+    paths,
+    preflight,
     programs,
     reports,
     soak,
@@ -28,7 +29,7 @@ from launcher import (
 from launcher.arguments import parse
 from launcher.cluster_state import files_of
 from launcher.commands import REPOSITORY
-from launcher.config import Config, has_parser, load, of_what_runs
+from launcher.config import NOT_FILLED_IN, Config, has_parser, load, of_what_runs
 from launcher.errors import Exit, LauncherError
 from launcher.lifecycle import signals_interrupt
 from launcher.topology import TOPOLOGIES, Topology
@@ -68,6 +69,7 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
         return make_key(topology, env_path)
     config = read_config(topology, env_path, ambient, options.command)
     if options.command == "plan":
+        preflight.refuse_settings(config)
         plan = cluster_plan.make(config, more_notes=memory_plan.notes(config))
         report = reports.PlanReport(cluster_plan.body(plan), cluster_plan.describe(plan).rstrip("\n"))
         return reports.tell(report, as_json=options.json, notes=plan.notes)
@@ -95,7 +97,7 @@ def main(arguments: list[str], ambient: Mapping[str, str]) -> Exit:
 
 def share_weights(config: Config, *, do: bool, take_back: bool) -> Exit:
     """Not taken back while something runs that reads what would go away."""
-    files = cluster_life.files_of(config)
+    files = files_of(config)
     with signals_interrupt(), files.lock():
         if take_back and do and files.read_state():
             raise LauncherError(f"{config.topology.name} runs from these weights; `stop` it first.", Exit.BUSY)
@@ -112,7 +114,8 @@ def read_config(topology: Topology, env_path: Path, ambient: Mapping[str, str], 
     except LauncherError as error:
         if command in OF_WHAT_RUNS:
             return config_of_what_runs(topology, text, ambient, error)
-        if text is not None or command == "plan" or os.path.exists(env_path):
+        # Lexists: a link to nowhere is somebody's.
+        if text is not None or command == "plan" or os.path.lexists(env_path) or NOT_FILLED_IN not in str(error):
             raise
         copy_example(env_path)
         raise LauncherError(
@@ -124,7 +127,7 @@ def read_config(topology: Topology, env_path: Path, ambient: Mapping[str, str], 
 
 def read_text(env_path: Path) -> str | None:
     try:
-        return env_path.read_text(encoding="utf-8")
+        return paths.text_of(env_path)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -145,13 +148,21 @@ def config_of_what_runs(
 
 def copy_example(env_path: Path) -> None:
     """For the owner's eyes only: a key may come into it."""
-    descriptor = os.open(env_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as target, env_path.with_name(env_path.name + ".example").open("rb") as source:
-        shutil.copyfileobj(source, target)
+    example = env_path.with_name(env_path.name + ".example")
+    try:
+        content = example.read_bytes()
+        with os.fdopen(os.open(env_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as target:
+            target.write(content)
+    except OSError as error:
+        raise LauncherError(
+            f"{env_path.name} could not be made from {example.name} in {env_path.parent} ({error.strerror}); see that "
+            f"both are plain files there and that you may write there.",
+            Exit.USAGE,
+        ) from error
 
 
 def make_key(topology: Topology, env_path: Path) -> Exit:
-    if not env_path.exists():
+    if read_text(env_path) is None:
         copy_example(env_path)
     envfile.set_value(env_path, "VLLM_API_KEY", f"exl3-{secrets.token_urlsafe(32)}")
     print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import subprocess
@@ -80,6 +81,7 @@ def look(config, state: ClusterState | None) -> preflight.Context:
 
 
 def check(config, *, as_json: bool = False) -> Exit:
+    preflight.refuse_settings(config)
     context = look(config, files_of(config).read_state())
     findings = preflight.run_checks(context, config["SKIP_CHECKS"])
     return reports.tell(preflight.CheckReport(findings), as_json=as_json, notes=config.notes)
@@ -111,7 +113,7 @@ def refuse_bad_run(findings: Sequence[preflight.Finding], config, phase: str) ->
 
 def plan_of(context) -> cluster_plan.Plan:
     plan = cluster_plan.make(
-        context.config, context.fabrics, homes=[node.host.home for node in context.facts],
+        context.config, context.fabrics, homes=[home_of(node) for node in context.facts],
         image_id=preflight.image_id(context), ray_token=secrets.token_hex(32), admin_token=secrets.token_hex(32),
     )  # fmt: skip
     if plan.unresolved:
@@ -120,10 +122,21 @@ def plan_of(context) -> cluster_plan.Plan:
     return plan
 
 
+def home_of(node: facts.NodeFacts) -> str:
+    """Of the user who logs in there. No check that is skipped makes up for it."""
+    if node.host is None:
+        trouble = node.unreached or node.unprobed or node.errors.get("host", "it did not tell its home folder")
+        raise LauncherError(
+            f"node {node.rank} ({node.address}): {trouble}; nothing can be started on a node that does not answer, "
+            f"whatever SKIP_CHECKS leaves out: `{console.program()} check` says what to mend."
+        )
+    return node.host.home
+
+
 def questions_of(config) -> list[canary.Question]:
     """A reviewed list comes with the model, or with the launcher for the model that it is made for."""
     beside = Path(str(config["MODEL_DIR"])).expanduser() / "canary.json"
-    return canary.questions_for_start(beside if beside.is_file() else CANARIES / f"{MODEL_ID}.json")
+    return canary.questions_for_start(beside if os.path.isfile(beside) else CANARIES / f"{MODEL_ID}.json")
 
 
 # Start
@@ -141,6 +154,7 @@ def restart(config) -> Exit:
 def launch(config, *, may_replace: bool) -> Exit:
     if config.topology.refusal:
         raise LauncherError(config.topology.refusal)
+    preflight.refuse_settings(config)
     files = files_of(config)
     with signals_interrupt(), files.lock():
         state = after_broken_off(files)
@@ -232,8 +246,8 @@ def bring_up(context, plan: cluster_plan.Plan, questions: Sequence[canary.Questi
     """All or nothing: on any failure or interrupt nothing of it stays on any node."""
     config, files = context.config, files_of(context.config)
     run = Run(config, plan, remote.nodes_of(config), files)
-    files.write_record(record_of(context, plan))
     try:
+        files.write_record(record_of(context, plan))
         run.start_ranks()
         if plan.ray_nodes:
             run.wait_for_ray()
@@ -465,10 +479,9 @@ def clear_away(state: ClusterState, files: Files) -> None:
     """After a failed start, whose own reason matters more: what could not be ended is told, and stays in the state."""
     try:
         end_units(state)
+        files.forget_state()
     except LauncherError as left:
         console.say(f"\n{left}")
-    else:
-        files.forget_state()
 
 
 def end_on(units: Sequence[StartedUnit]) -> list[str]:
@@ -485,11 +498,15 @@ def end_on(units: Sequence[StartedUnit]) -> list[str]:
 
 
 def keep_logs(state: ClusterState, files: Files) -> None:
-    """What each unit said, saved before its container is removed."""
-    files.logs.mkdir(parents=True, exist_ok=True)
-    for started in state.units:
-        lines = watch.log_of(started)
-        log_path(files, started.node.rank, started.unit.name).write_text("\n".join([*lines, ""]))
+    """What each unit said, saved before its container is removed. That it cannot be saved keeps nothing running."""
+    try:
+        with files.usable():
+            files.logs.mkdir(parents=True, exist_ok=True)
+            for started in state.units:
+                lines = watch.log_of(started)
+                log_path(files, started.node.rank, started.unit.name).write_text("\n".join([*lines, ""]))
+    except LauncherError as error:
+        console.say(f"\nNote: the logs of the ranks are not kept: {error}")
 
 
 def log_path(files: Files, rank: int, unit: str) -> Path:
@@ -577,7 +594,7 @@ def logs(config, rank: int, follow: bool) -> Exit:
     if units:
         unit = units[-1]
         command = unit.unit.follow if follow else unit.unit.logs
-        return Exit(0) if subprocess.run(remote.command_for(unit.node, command)).returncode == 0 else Exit.SERVER
+        return Exit.OK if remote.show(unit.node, command) == 0 else Exit.SERVER
     saved = sorted(files.logs.glob(f"rank{rank}-*.log"))
     if not saved:
         print(f"There is no log of rank {rank} yet.", file=sys.stderr)
@@ -593,5 +610,5 @@ def shell(config, rank: int) -> Exit:
     if state is None:
         print("status:   not running", file=sys.stderr)
         return Exit.NOT_RUNNING
-    command = remote.command_for(remote.nodes_of(config)[rank], state.shells[rank], terminal=True)
+    command = remote.terminal_command(remote.nodes_of(config)[rank], state.shells[rank])
     return Exit.OK if subprocess.run(command).returncode == 0 else Exit.SERVER

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from launcher import paths
 from launcher.cluster_plan import Plan
 from launcher.commands import REPOSITORY, Unit
+from launcher.config import shortened
 from launcher.errors import Exit, LauncherError
 from launcher.remote import Node
 from launcher.state import Process, this_process
@@ -80,14 +82,15 @@ def freeze(value):
 
 def files_of(config) -> Files:
     folder = Path(str(config["RUN_DIR"])).expanduser()
-    return Files(folder if folder.is_absolute() else REPOSITORY / folder, config.topology.name)
+    whole = folder if folder.is_absolute() else REPOSITORY / folder
+    return Files(whole, config.topology.name, config.sources["RUN_DIR"])
 
 
 class Files:
     """The folder of one topology's runs. Every file is written whole or not at all."""
 
-    def __init__(self, folder: Path, topology: str) -> None:
-        self.folder, self.topology = folder, topology
+    def __init__(self, folder: Path, topology: str, source: str = "RUN_DIR") -> None:
+        self.folder, self.topology, self.source = folder, topology, source
         self.state_path = folder / f"{topology}.json"
         self.record_path = folder / f"{topology}-run.json"
         self.logs = folder / f"{topology}-logs"
@@ -100,14 +103,18 @@ class Files:
         raw = self._read(self.state_path)
         try:
             return from_json(raw) if raw else None
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, AttributeError) as error:
             raise LauncherError(
                 f"{self.state_path}: is not the state of a run ({error}); stop what it started by hand "
                 f"(`docker ps` on every node), then remove the file."
             ) from error
 
     def forget_state(self) -> None:
-        self.state_path.unlink(missing_ok=True)
+        with self.usable():
+            self.state_path.unlink(missing_ok=True)
+
+    def usable(self):
+        return paths.used(f"{self.source}: RUN_DIR {shortened(str(self.folder))}")
 
     def write_record(self, record: Mapping) -> None:
         self._write(self.record_path, record)
@@ -116,24 +123,27 @@ class Files:
         return self._read(self.record_path)
 
     def _write(self, path: Path, content: Mapping) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n")
-        partial.replace(path)
+        with self.usable():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(path.name + ".partial")
+            partial.write_text(json.dumps(content, indent=1) + "\n")
+            partial.replace(path)
 
     def _read(self, path: Path) -> dict | None:
         try:
-            return json.loads(path.read_text())
-        except FileNotFoundError:
+            return json.loads(paths.text_of(path))
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise LauncherError(f"{path}: not readable as JSON ({error}); remove it if nothing runs.") from error
 
     @contextmanager
     def lock(self):
         """One command that changes the cluster at a time. Dies with its process."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{self.topology}.lock").open("w") as file:
+        with self.usable():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = (self.folder / f"{self.topology}.lock").open("w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

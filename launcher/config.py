@@ -25,6 +25,8 @@ BUILT_IN = "built-in"
 REDACTED = "<set, not shown>"
 DRAFTED_TOKENS = {"dflash": 7, "mtp": 3, "none": 0}
 LONGEST_SHOWN = 60
+NOT_FILLED_IN = "is not filled in"
+LONGEST_VALUE_BYTES = 64 << 10
 LINE_BREAK = re.compile(r"\r\n|\n|\r")
 # In quotes, or bare up to a comment.
 PLAIN_RUN_DIR = re.compile(
@@ -244,14 +246,15 @@ def notes(topology: Topology, env_name: str, ambient: Mapping[str, str]) -> Iter
     if ignored:
         ours = [name for name in ignored if name in ROWS]
         hint = f"; {' and '.join(ours)} can be set in {env_name}" if ours else ""
-        yield f"your environment has {', '.join(ignored)}: other programs' names, which do not count here{hint}."
+        named = ", ".join(map(shortened, ignored))
+        yield f"your environment has {named}: other programs' names, which do not count here{hint}."
     for name in sorted(set(ambient) - set(ignored)):
         if name in ROWS and name not in known:
             yield f"your environment has {name}: {topology.script} serves {topology.nodes} nodes, so it does not count."
-        elif name not in ROWS and len(name) >= 8 and name.isupper():
+        elif name not in ROWS and 8 <= len(name) <= LONGEST_SHOWN and name.isupper():
             close = difflib.get_close_matches(name, known, 1, SLIP_IN_ENVIRONMENT)
             if close:
-                yield f"your environment has {name}, which is no setting; did you mean {close[0]}?"
+                yield f"your environment has {shortened(name)}, which is no setting; did you mean {close[0]}?"
 
 
 # Values
@@ -284,6 +287,7 @@ def apply(assignment: Assignment, topology: Topology, values: dict, sources: dic
 def parse(row: Row, text: str) -> object:
     """Raises ValueError with the end of a sentence that begins with the setting's name."""
     shown = "(not shown)" if row.secret else f'"{shortened(text)}"'
+    refuse_unwritable(text, shown)
     if row.type not in kinds.FREE_FORM and kinds.SHELL_EXPANSION.search(text):
         raise ValueError(f"is {shown}: settings are text and never run by a shell; write out what is meant.")
     try:
@@ -294,6 +298,16 @@ def parse(row: Row, text: str) -> object:
     if row.minimum is not None and not row.minimum <= value <= row.maximum:
         raise ValueError(f"is {shown}; it must be {row.needs}.")
     return value
+
+
+def refuse_unwritable(text: str, shown: str) -> None:
+    """What no argument list, no file of ours and no terminal takes."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"is {shown}: it holds bytes that are no UTF-8 text; write it as UTF-8.") from None
+    if size > LONGEST_VALUE_BYTES:
+        raise ValueError(f"is {size} bytes long, and at most {LONGEST_VALUE_BYTES} are taken; put it into a file.")
 
 
 def choice(row: Row, text: str) -> str:
@@ -318,7 +332,7 @@ def address_problems(
         if not address:
             where = written[name].where if name in written else env_name
             yield (
-                f"{where}: {name} is not filled in; it must be the address of node {rank} on the link between the "
+                f"{where}: {name} {NOT_FILLED_IN}; it must be the address of node {rank} on the link between the "
                 f"nodes, which `ip -4 addr` shows there."
             )
         elif address in seen:

@@ -19,6 +19,7 @@ class Exit(IntEnum):
     WRONG_ANSWER = 6  # the server runs, but the canary was not answered correctly
     BUSY = 7  # already running or starting
     STARTING = 8  # `status` while a start is under way
+    FAULT = 9  # of the launcher itself
     INTERRUPTED = 130
 
 
@@ -35,6 +36,7 @@ MEANINGS: Mapping[Exit, str] = MappingProxyType({
     Exit.WRONG_ANSWER: "the model answered wrongly, at a start or to `canary`",
     Exit.BUSY: "already running, or another start, sync or soak is under way; `cache reset`: no pause between requests",
     Exit.STARTING: "`status`, `canary`, `cache reset`: a start, a stop or a soak is under way",
+    Exit.FAULT: "a fault of the launcher itself; the message names a log for an issue",
     Exit.INTERRUPTED: "interrupted",
 })  # fmt: skip
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
-from launcher import remote
+from launcher import framing, remote
 from launcher.errors import LauncherError
 from launcher.remote import Node
 
@@ -237,6 +237,7 @@ class NodeFacts:
     address: str  # by which the node is configured
     unreached: str = ""  # what ssh said when the node was not reached
     unprobed: str = ""  # what was said when the node was reached, and the probe did not run
+    noise: str = ""  # what the login shell said around the probe's answer, in few words
     clock_offset_s: float = 0.0  # this node's wall clock minus this machine's
     host: Host | None = None
     memory: Memory | None = None
@@ -289,15 +290,16 @@ INSIDE = {"gids": (Gid, "many"), "checkpoint": (Checkpoint, "one"), "record": (V
 
 
 def from_record(record: object) -> NodeFacts:
-    """Facts from {"rank", "address", "clock_offset_s", "link_runs", and "probe", "unreached" or "unprobed"}.
+    """Facts from {"rank", "address", "noise", "clock_offset_s", "link_runs"; "probe", "unreached" or "unprobed"}.
 
     A topic that does not look as expected is an error of that topic.
     """
     try:
         rank, address = int(record["rank"]), str(record["address"])
+        noise = str(record.get("noise", ""))
         for reason in ("unreached", "unprobed"):
             if record.get(reason):
-                return NodeFacts(rank, address, **{reason: str(record[reason])})
+                return NodeFacts(rank, address, noise=noise, **{reason: str(record[reason])})
         offset, found = float(record.get("clock_offset_s", 0)), record["probe"]
         runs = shaped(LinkRun, "many", record["link_runs"]) if "link_runs" in record else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -311,7 +313,7 @@ def from_record(record: object) -> NodeFacts:
     if "request" in found["errors"]:
         raise LauncherError(f"{where}: the probe did not understand what to look at: {found['errors']['request']}.")
     values, errors = topics_of(found)
-    return NodeFacts(rank, address, clock_offset_s=offset, link_runs=runs, errors=errors, **values)
+    return NodeFacts(rank, address, noise=noise, clock_offset_s=offset, link_runs=runs, errors=errors, **values)
 
 
 def topics_of(found: dict) -> tuple[dict, dict[str, str]]:
@@ -406,17 +408,22 @@ def ask(node: Node, request: Mapping[str, object], source: bytes) -> dict:
     sent = time.time()
     result = remote.run(node, ["python3", "-", argument], stdin=source, timeout_s=GATHER_TIMEOUT_S)
     received = time.time()
-    if result.code == remote.SSH_FAILED and not node.is_here:
+    if result.unreached:
         return {**record, "unreached": result.message}
+    if noise := framing.shown(result.noise):
+        record["noise"] = noise
     if not result.ok:
         return {**record, "unprobed": result.message}
-    # The last line: some login shells greet before they run a command.
-    answer = result.stdout.strip().rpartition(b"\n")[2]
-    try:
-        found = json.loads(answer)
-        clock = (found.get("host") or {}).get("wall_clock", 0)
-    except (ValueError, AttributeError):
-        start = answer[:80].decode("utf-8", "replace")
-        return {**record, "unprobed": f"the answer is no JSON object, it begins with {start!r}"}
+    found = framing.object_with("errors", result.stdout)
+    if found is None:
+        start = framing.shown(result.stdout)
+        return {**record, "unprobed": f"the answer is no JSON object with facts and errors, it begins with {start!r}"}
+    clock = clock_of(found)
     # Half of the way there and back is the best guess for when the probe read the clock.
     return {**record, "clock_offset_s": clock - (sent + received) / 2 if clock else 0.0, "probe": found}
+
+
+def clock_of(found: Mapping) -> float:
+    """When the probe looked, by the node's own clock; 0: it did not say."""
+    clock = found["host"].get("wall_clock") if isinstance(found.get("host"), dict) else None
+    return clock if isinstance(clock, int | float) else 0

@@ -56,6 +56,11 @@ def ssh_finding(context: Context, node: NodeFacts) -> Finding:
 def ssh_fix(context: Context, node: NodeFacts) -> str:
     copy = context.ssh(node.rank, "ssh-copy-id")
     said = node.unreached.lower()
+    if "instead of an answer" in said:
+        return (
+            f"`{context.ssh(node.rank)} true` has to end without a word: look there at the user's login shell, the "
+            f"files that it reads first, and a ForceCommand of sshd"
+        )
     if "identification has changed" in said:
         return f"if the machine was set up anew: ssh-keygen -R {node.address}; then {context.ssh(node.rank)}"
     if "host key verification failed" in said:
@@ -71,10 +76,7 @@ def check_python(context: Context) -> list[Finding]:
     findings = []
     for node in context.facts:
         if node.unprobed:
-            fix = (
-                f"install Python {NEEDED_PYTHON} or newer on the node as python3 (sudo apt-get install python3), and "
-                f"see that its login shell prints nothing of its own"
-            )
+            fix = f"install Python {NEEDED_PYTHON} or newer on the node as python3 (sudo apt-get install python3)"
             findings.append(Finding("python", node.rank, "FAIL", node.unprobed, fix))
         elif node.unreached:
             findings.append(Finding("python", node.rank, "WARN", NOT_REACHED, "see ssh-access"))
@@ -84,7 +86,26 @@ def check_python(context: Context) -> list[Finding]:
     return findings
 
 
+def check_clean_shell(context: Context) -> list[Finding]:
+    """Answers are told from what else is said; rsync, whose own protocol it is, has to be kept apart (quiet_ssh.py)."""
+    findings = []
+    for node in context.facts:
+        if node.unreached:
+            findings.append(Finding("clean-shell", node.rank, "WARN", NOT_REACHED, "see ssh-access"))
+        elif node.noise:
+            seen = f'the login shell says "{node.noise}" before it runs a command; it is passed over'
+            fix = (
+                "let it speak to people only: put `case $- in *i*) ;; *) return ;; esac` at the top of ~/.bashrc there "
+                "(or of what else prints it), since rsync and scp from elsewhere fail on it"
+            )
+            findings.append(Finding("clean-shell", node.rank, "WARN", seen, fix))
+        else:
+            findings.append(Finding("clean-shell", node.rank, "PASS", "the login shell says nothing of its own"))
+    return findings
+
+
 CHECKS["ssh-access"] = check_ssh_access
+CHECKS["clean-shell"] = check_clean_shell
 CHECKS["python"] = check_python
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from launcher import console, facts, preflight, recipe, remote
+from launcher import console, facts, framing, preflight, recipe, remote
 from launcher.cluster_state import files_of
 from launcher.commands import REPOSITORY
 from launcher.content_checks import MACHINES, drift_of
@@ -89,7 +88,9 @@ def inspect(node: Node, name: str) -> Image | None:
         if "no such image" in result.message.lower():
             return None
         raise failure(node, f"`docker image inspect {name}` failed: {result.message}")
-    found = json.loads(result.stdout)
+    found = framing.object_with("Id", result.stdout)
+    if found is None:
+        raise failure(node, f"`docker image inspect {name}` gave no object with an id")
     layers = tuple((found.get("RootFS") or {}).get("Layers") or ())
     labels = (found.get("Config") or {}).get("Labels") or {}
     digests = tuple(found.get("RepoDigests") or ())

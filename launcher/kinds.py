@@ -17,6 +17,9 @@ DECIMAL_NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?|\.[0-9]{1,15}")
 SHELL_EXPANSION = re.compile(r"`|\$[({A-Za-z_]")
 SWITCH_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
+# Linux takes 4095 bytes, and something comes below every folder.
+LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 3_500
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -81,6 +84,11 @@ def parse_bind_address(text: str) -> str:
 def parse_path(text: str) -> str:
     if CONTROL_CHARACTERS.search(text):
         raise ValueError("holds a line break or another control character")
+    longest = max(len(name.encode("utf-8", "replace")) for name in text.split("/"))
+    if longest > LONGEST_NAME_BYTES or len(text.encode("utf-8", "replace")) > LONGEST_PATH_BYTES:
+        raise ValueError(
+            f"is too long for a path: {LONGEST_NAME_BYTES} bytes fit between two /, and {LONGEST_PATH_BYTES} in all"
+        )
     if text.startswith("~") and text != "~" and not text.startswith("~/"):
         raise ValueError("names another user's home folder; write the whole path")
     return text

@@ -147,7 +147,7 @@ def measure(pairing: Pairing) -> LinkRun:
     run = LinkRun(there.rail.device, here.rail.device)
     port = free_port()
     try:
-        with remote.beside(here.node, here.argv(port)) as server:
+        with remote.beside(here.argv(port)) as server:
             if not listens(server, port):
                 return replace(run, problem=f"node 0: {remote.said_by(server)}")
             result = remote.run(there.node, there.argv(port, here.rail.address), timeout_s=LIMIT_S + 5)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher import refusals
 from launcher.errors import LauncherError
 from launcher.facts import NodeFacts
 from launcher.findings import GIB, Context, Verdict, each_node, failed, gib, passed, warned
@@ -15,6 +17,7 @@ from launcher.weights.meter import size
 
 # Activations of one step and CUDA graphs; owners of the older recipe report 3.9 GiB, not measured with this one.
 WORKING_BYTES = 4 * GIB
+NAME = "memory-plan"
 LEAST_CACHE_GIB = 0.25  # of KV_CACHE_GIB
 
 
@@ -30,12 +33,14 @@ class Term:
 def contents_of(config) -> Contents | LauncherError | None:
     """Of the checkpoint on this machine. None: there is none, or it is decoded as it is loaded (RUNTIME=native)."""
     folder = Path(str(config["MODEL_DIR"])).expanduser()
-    if config["RUNTIME"] == "native" or not config["MODEL_DIR"] or not folder.is_dir():
+    if config["RUNTIME"] == "native" or not config["MODEL_DIR"] or not os.path.isdir(folder):
         return None
     try:
         return contents.of(folder)
     except LauncherError as error:
         return error
+    except OSError as error:
+        return LauncherError(f"MODEL_DIR {folder}: {error.filename or 'it'} could not be read ({error.strerror})")
 
 
 def weights_bytes(config, found: Contents) -> int:
@@ -61,14 +66,16 @@ def terms(config, found: Contents, draft_bytes: int) -> list[Term]:
 
 
 def notes(config) -> Iterator[str]:
-    """For the printed plan, where this machine has the checkpoint."""
+    """For the printed plan, where this machine has the checkpoint. Raises what `check` says of a damaged one."""
     found = contents_of(config)
+    if isinstance(found, LauncherError) and NAME not in config["SKIP_CHECKS"]:
+        raise LauncherError(refusals.located(config, f"MODEL_DIR: {found}"))
     if isinstance(found, Contents):
         yield f"the checkpoint: {found.describe()}."
         yield f"its weights take {size(weights_bytes(config, found))} on the fullest node, by the headers."
 
 
-@each_node("memory-plan", "memory")
+@each_node(NAME, "memory")
 def check_memory_plan(context: Context, node: NodeFacts) -> Verdict:
     config, found = context.config, context.contents
     if found is None:

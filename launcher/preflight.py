@@ -13,7 +13,8 @@ from launcher import fabric_checks  # isort: skip
 from launcher import content_checks  # isort: skip
 from launcher import weights_checks  # isort: skip
 from launcher import memory_plan  # isort: skip
-from launcher import cluster_plan, discovery, facts
+from launcher import cluster_plan, discovery, facts, paths, refusals
+from launcher.cluster_state import files_of
 from launcher.commands import container_name
 from launcher.errors import Exit, LauncherError
 from launcher.facts import NodeFacts
@@ -71,6 +72,24 @@ def image_id(context: Context) -> str:
     """Of the image on rank 0; empty where none is used or it is not there."""
     image = context.facts[0].image
     return image.id if image else ""
+
+
+# Before anything is asked
+
+
+def refuse_settings(config) -> None:
+    """What is wrong by the settings alone, all of it: for `plan`, `check` and a start alike."""
+    problems = refusals.refusals(config)
+    folder = files_of(config).folder
+    if why := paths.why_no_folder(folder):
+        problems.append(refusals.located(config, f"RUN_DIR is {folder}: {why}; set it to a folder of your own."))
+    try:
+        check_skip(config["SKIP_CHECKS"])
+    except LauncherError as error:
+        problems.append(refusals.located(config, str(error)))
+    if problems:
+        raise LauncherError("\n".join(problems))
+    cluster_plan.make(config)
 
 
 # Running them

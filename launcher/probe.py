@@ -589,4 +589,5 @@ def main(root="/", arguments=None, addresses=None):
 
 
 if __name__ == "__main__":
+    print()  # so that the facts have a line of their own, also behind half a line of something else that runs there
     main()

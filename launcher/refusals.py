@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from math import ceil
 
+from launcher.config import BUILT_IN
 from launcher.vllm_flags import SHORT, flag_of, why_not_extra
 
 # GLM-5.3-Flash's linear attention, from which the size of its state follows.
@@ -182,7 +184,14 @@ def refusals(config) -> list[str]:
     for rule in REFUSALS:
         said = rule(config)
         found += [said] if isinstance(said, str) else list(said or ())
-    return found
+    return [located(config, sentence) for sentence in found]
+
+
+def located(config, sentence: str) -> str:
+    """With the lines, of the env file or elsewhere, that set what the sentence names."""
+    named = [name for name in dict.fromkeys(re.findall(r"\b[A-Z][A-Z0-9_]+\b", sentence)) if name in config.sources]
+    where = dict.fromkeys(config.sources[name] for name in named if config.sources[name] != BUILT_IN)
+    return f"{' and '.join(where)}: {sentence}" if where else sentence
 
 
 def notes(config) -> list[str]:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
+from launcher import framing
 from launcher.errors import Exit, LauncherError
+from launcher.framing import Answer
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -24,9 +30,11 @@ SSH_FAILED = 255  # ssh's own exit status when it could not connect or log in, o
 TIMED_OUT = 124  # as timeout(1) has it
 NOT_FOUND = 127  # as a shell has it
 # sshd hands the whole command to the login shell as one argument, and Linux takes no longer one than 128 KiB.
-LONGEST_COMMAND_BYTES = 120_000
+LONGEST_LINE_BYTES = 131_000
+LONGEST_COMMAND_BYTES = 120_000  # of it; the rest is for the frame
 PIECE_BYTES = 1 << 20
 LAST_WORDS_S = 5
+QUIET_SSH = Path(__file__).with_name("quiet_ssh.py")
 
 # Who waits for a password or for a dead link waits for ever. Host keys are judged as the user's own configuration says.
 SSH_OPTIONS = (
@@ -60,10 +68,17 @@ class Result:
     code: int
     stdout: bytes
     stderr: bytes
+    noise: bytes = b""  # what the node's login shell wrote to its output around the command's own
+    unreached: bool = False  # nothing is known of the command: no login, no answer, or the connection was lost
 
     @property
     def ok(self) -> bool:
         return self.code == 0
+
+    @property
+    def tells_nothing(self) -> bool:
+        """Whether it says nothing about what was asked, neither yes nor no."""
+        return self.unreached or self.code == TIMED_OUT
 
     @property
     def message(self) -> str:
@@ -95,36 +110,87 @@ def ssh_arguments(node: Node, *, terminal: bool = False) -> list[str]:
 
 def rsync_transport(node: Node) -> list[str]:
     """rsync's arguments that make it log in as everything else does."""
-    return ["--rsh", shlex.join(ssh_arguments(node)[:-2])]  # rsync adds the login itself
+    return ["--rsh", shlex.join([sys.executable, "-I", str(QUIET_SSH), *ssh_arguments(node), "--"])]
 
 
 def rsync_target(node: Node, path: str) -> str:
-    """A folder on a node, as rsync's last argument."""
-    address = f"[{node.address}]" if ":" in node.address else node.address
-    return f"{node.user}@{address}:{path}" if node.user else f"{address}:{path}"
+    """A folder on a node, as rsync's last argument. The transport knows the login."""
+    return f"[{node.address}]:{path}" if ":" in node.address else f"{node.address}:{path}"
 
 
 def quoted(argv: Sequence[str]) -> bytes:
-    """The line from which a POSIX login shell makes exactly this argument list."""
+    """The line from which a POSIX shell makes exactly this argument list."""
     if not argv:
         raise ValueError("an empty command")
     if any("\0" in argument for argument in argv):
         raise LauncherError(f"{argv[0]}: an argument holds a NUL character, no program can take it; remove it.")
     line = shlex.join(argv).encode("utf-8", "surrogateescape")
-    if len(line) > LONGEST_COMMAND_BYTES:
-        raise LauncherError(
-            f"{argv[0]}: the command is {len(line)} bytes long and ssh takes {LONGEST_COMMAND_BYTES}; "
-            f"shorten EXTRA_ARGS or put what is long into a file."
-        )
+    refuse_long(argv[0], line, LONGEST_COMMAND_BYTES)
     return line
 
 
-def command_for(node: Node, argv: Sequence[str], *, terminal: bool = False) -> list[bytes]:
-    """What to run on this machine so that `argv` runs on the node. Text is UTF-8, whatever the locale is."""
-    line = quoted(argv)
+def refuse_long(program: str, line: bytes, longest: int) -> None:
+    if len(line) > longest:
+        raise LauncherError(
+            f"{program}: the command is {len(line)} bytes long and ssh takes {longest}; "
+            f"shorten EXTRA_ARGS or put what is long into a file."
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """A command as this machine runs it so that a node does, and the mark in its answer: none on this machine."""
+
+    program: str
+    command: Sequence[bytes]
+    mark: str = ""
+
+    @classmethod
+    def to(cls, node: Node, argv: Sequence[str]) -> Call:
+        """Text is UTF-8, whatever the locale is."""
+        if node.is_here:
+            quoted(argv)  # for what it refuses
+            return cls(argv[0], [word.encode("utf-8", "surrogateescape") for word in argv])
+        return cls.of_line(argv[0], ssh_arguments(node), quoted(argv))
+
+    @classmethod
+    def of_line(cls, program: str, ssh: Sequence[str], line: bytes) -> Call:
+        """The same of a line that is quoted already, over this ssh."""
+        mark = secrets.token_hex(16)
+        return cls("ssh", [*map(os.fsencode, ssh), bounded(program, framing.framed(line, mark))], mark)
+
+    def result(self, code: int, output: Answer, answer: bytes, stderr: bytes) -> Result:
+        """From what the process on this machine left, `code` being TIMED_OUT if it was ended for its time."""
+        if not self.mark:
+            return Result(code, answer, stderr)
+        errors, said = Answer.of(self.mark, stderr)
+        if output.code is not None:
+            return Result(output.code, answer, said, output.noise)
+        said += errors.noise  # ssh's own words, if it has any, come behind what the command said
+        if output.began:
+            said = said or b"the connection ended before the answer did"
+        elif code not in (SSH_FAILED, TIMED_OUT) or not said:
+            said = no_answer(code, output.noise or errors.noise)
+        code = TIMED_OUT if code == TIMED_OUT else SSH_FAILED
+        return Result(code, answer, said, output.noise, unreached=code != TIMED_OUT or not output.began)
+
+
+def no_answer(code: int, noise: bytes) -> bytes:
+    said = framing.shown(noise)
+    what = f'said "{said}"' if said else f"ended with exit status {code}"
+    return f"the node's login shell {what} instead of an answer".encode()
+
+
+def bounded(program: str, line: bytes) -> bytes:
+    refuse_long(program, line, LONGEST_LINE_BYTES)
+    return line
+
+
+def terminal_command(node: Node, argv: Sequence[str]) -> list[bytes]:
+    """What a person at this terminal runs so that `argv` runs on the node; what the login shell says, he reads."""
     if node.is_here:
-        return [word.encode("utf-8", "surrogateescape") for word in argv]
-    return [*(os.fsencode(word) for word in ssh_arguments(node, terminal=terminal)), line]
+        return list(Call.to(node, argv).command)
+    return [*map(os.fsencode, ssh_arguments(node, terminal=True)), bounded(argv[0], framing.unframed(quoted(argv)))]
 
 
 def run(node: Node, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 30) -> Result:
@@ -132,26 +198,87 @@ def run(node: Node, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float
 
     A command over ssh that runs out of time loses its connection; whether it ends on the other side is its own affair.
     """
-    command = command_for(node, argv)
+    call = Call.to(node, argv)
     try:
         # In a session of its own: Ctrl-C reaches the launcher only, which decides what becomes of what it began.
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            call.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )  # fmt: skip
     except FileNotFoundError:
-        program = argv[0] if node.is_here else "ssh"
-        return Result(NOT_FOUND, b"", f"{program}: command not found on this machine".encode())
+        said = f"{call.program}: command not found on this machine".encode()
+        return Result(NOT_FOUND, b"", said, unreached=not node.is_here)
     except OSError as error:
-        return Result(126, b"", f"{argv[0]}: {error}".encode("utf-8", "surrogateescape"))
-    return finish(process, stdin, timeout_s)
+        said = f"{call.program}: {error}".encode("utf-8", "surrogateescape")
+        return Result(126, b"", said, unreached=not node.is_here)
+    code, stdout, stderr = finish(process, stdin, timeout_s)
+    return call.result(code, *Answer.of(call.mark, stdout), stderr)
+
+
+class Talk:
+    """A command on a node whose answer is read line by line, as it comes."""
+
+    def __init__(self, node: Node, argv: Sequence[str], stdin: int = subprocess.DEVNULL) -> None:
+        self.call = Call.to(node, argv)
+        self.answer = Answer(self.call.mark)
+        self.errors = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            self.call.command, stdin=stdin, stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True
+        )  # fmt: skip
+
+    def lines(self) -> Iterator[bytes]:
+        """Without their ends, until the command has ended."""
+        rest = b""
+        while piece := self.process.stdout.read1(PIECE_BYTES):
+            *lines, rest = (rest + self.answer.feed(piece)).split(b"\n")
+            yield from lines
+        self.answer.finish()
+        if rest:
+            yield rest
+
+    def result(self) -> Result:
+        """Of what has ended; its output has gone by."""
+        self.process.wait()
+        self.errors.seek(0)
+        return self.call.result(self.process.returncode, self.answer, b"", self.errors.read())
+
+
+def show(node: Node, argv: Sequence[str]) -> int:
+    """Runs a command whose output is for the user, as it comes; returns its exit status."""
+    call = Call.to(node, argv)
+    return show_marked(call, subprocess.DEVNULL) if call.mark else subprocess.run(call.command).returncode
+
+
+def show_marked(call: Call, stdin: int | None) -> int:
+    """Passes on what a command over ssh says on each stream, and nothing of the login shell's."""
+    process = subprocess.Popen(call.command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output, errors = Answer(call.mark), Answer(call.mark)
+    beside_it = threading.Thread(target=pump, args=(process.stderr, errors, sys.stderr), daemon=True)
+    try:
+        beside_it.start()
+        pump(process.stdout, output, sys.stdout)
+        beside_it.join()
+        process.wait()
+    finally:
+        process.kill()
+        process.wait()
+    result = call.result(process.returncode, output, b"", errors.noise)
+    if result.unreached:
+        print(result.message, file=sys.stderr)
+    return result.code
+
+
+def pump(source, answer: Answer, target) -> None:
+    while piece := source.read1(PIECE_BYTES):
+        target.buffer.write(answer.feed(piece))
+        target.flush()
+    answer.finish()
 
 
 @contextmanager
-def beside(node: Node, argv: Sequence[str]) -> Iterator[subprocess.Popen]:
-    """Runs a command beside the block and ends it with the block; over ssh it has to end by itself, too."""
+def beside(argv: Sequence[str]) -> Iterator[subprocess.Popen]:
+    """Runs a command of this machine beside the block and ends it with the block."""
     process = subprocess.Popen(
-        command_for(node, argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )  # fmt: skip
     try:
         yield process
@@ -165,14 +292,14 @@ def pipe(source: Sequence[str], node: Node, argv: Sequence[str], moved: Callable
     `moved` is told the bytes of each piece; a no ends both. The result is the first failure of the two. What does not
     come whole must not count on the other side: its input ends before the failure is known there.
     """
-    with tempfile.TemporaryFile() as problem, tempfile.TemporaryFile() as output:
+    call = Call.to(node, argv)
+    with tempfile.TemporaryFile() as problem, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         reader = subprocess.Popen(
             source, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=problem, start_new_session=True
         )
         writer = subprocess.Popen(
-            command_for(node, argv), stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+            call.command, stdin=subprocess.PIPE, stdout=output, stderr=errors, start_new_session=True
+        )
         try:
             complete = feed(reader.stdout, writer.stdin, moved)
             if complete is None:  # its own reason tells more than that we stopped
@@ -186,11 +313,11 @@ def pipe(source: Sequence[str], node: Node, argv: Sequence[str], moved: Callable
         finally:
             kill(reader)
             kill(writer)
-        for file in (problem, output):
+        for file in (problem, output, errors):
             file.seek(0)
         if complete and reader.returncode:
             return Result(reader.returncode, b"", problem.read())
-        return Result(writer.returncode, output.read(), b"")
+        return call.result(writer.returncode, *Answer.of(call.mark, output.read()), errors.read())
 
 
 def feed(source, target, moved: Callable[[int], bool]) -> bool | None:
@@ -214,17 +341,18 @@ def said_by(process: subprocess.Popen) -> str:
     return Result(process.returncode, output, b"").message
 
 
-def finish(process: subprocess.Popen, stdin: bytes, timeout_s: float) -> Result:
+def finish(process: subprocess.Popen, stdin: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
+    """(exit status, stdout, stderr)"""
     try:
         stdout, stderr = process.communicate(stdin, timeout_s)
     except subprocess.TimeoutExpired as expired:
         kill(process)
         stderr = (expired.stderr or b"") + f"\nno end after {timeout_s:g} s".encode()
-        return Result(TIMED_OUT, expired.stdout or b"", stderr)
+        return TIMED_OUT, expired.stdout or b"", stderr
     except BaseException:
         kill(process)
         raise
-    return Result(process.returncode, stdout, stderr)
+    return process.returncode, stdout, stderr
 
 
 def kill(process: subprocess.Popen) -> None:

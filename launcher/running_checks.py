@@ -5,11 +5,11 @@ Named as the others are and left out in the same way; `start` makes them, once t
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from launcher import framing
 from launcher.findings import CLOCKS_FIX, FAIL, FAULTY_CLOCKS, PASS, Finding
 
 VERSIONS, LIBRARY, CLOCKS = "engine-versions", "nccl-library", "sm-clocks"
@@ -52,7 +52,7 @@ PINS = (
 
 def read_inside(rank: int, said: bytes) -> Inside:
     try:
-        found = json.loads(said.strip().rpartition(b"\n")[2])
+        found = framing.object_with("packages", said) or {}
         return Inside(rank, dict(found["packages"]), dict(found["nccl"]))
     except (ValueError, KeyError, TypeError) as error:
         return Inside(rank, problem=f"its answer is not readable ({type(error).__name__}: {error})")

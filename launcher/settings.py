@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from launcher import kinds
 from launcher.errors import Exit, LauncherError
 from launcher.kinds import SWITCH
 from launcher.table import DOOR, Row
@@ -107,15 +108,35 @@ def resolve(flags: Mapping[str, object], environment: Mapping[str, str]) -> dict
         values[setting.name] = check(setting, setting.default if value is None else value)
     for setting in TABLE:
         if isinstance(values[setting.name], Path):
-            values[setting.name] = values[setting.name].expanduser().absolute()
+            values[setting.name] = whole(setting, values[setting.name])
     if values["canary"] is None:
         values["canary"] = values["model"] / "canary.json"
     return values
 
 
+def whole(setting: Setting, path: Path) -> Path:
+    text = str(path)
+    try:
+        kinds.parse_path(text)
+        text.encode()
+    except ValueError as error:  # also of what is no UTF-8
+        said = "holds bytes that are no UTF-8 text" if isinstance(error, UnicodeError) else error
+        raise LauncherError(f"{setting.flag} {said}; name a path on this machine.", Exit.USAGE) from error
+    return path.expanduser().absolute()
+
+
 def check(setting: Setting, value: object) -> object:
+    if isinstance(value, list):  # what argparse of some releases makes of `--port=--`
+        raise LauncherError(f"{setting.flag} has no value; give one, or leave it out.", Exit.USAGE)
     if setting.minimum is not None and not setting.minimum <= value <= setting.maximum:
         raise LauncherError(
             f"{setting.flag} is {value}, it must be from {setting.minimum} to {setting.maximum}.", Exit.USAGE
         )
+    if setting.secret and value:
+        try:
+            kinds.SECRET.parse(value)
+        except ValueError:
+            raise LauncherError(
+                f"environment: {setting.from_environment} is (not shown); it must be {kinds.SECRET.needs}.", Exit.USAGE
+            ) from None
     return value

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher import processes
+from launcher import paths, processes
 from launcher.errors import Exit, LauncherError
 
 
@@ -94,18 +94,22 @@ class StateFile:
 
     def write(self, state: State) -> None:
         """Whole or not at all: a reader never sees half a file."""
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(state), indent=1) + "\n")
-        partial.replace(self.path)
+        with self.usable():
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(asdict(state), indent=1) + "\n")
+            partial.replace(self.path)
+
+    def usable(self):
+        return paths.used(f"--run-dir {self.folder}:")
 
     def read(self) -> State | None:
         """The state as written, whoever of it is still alive; None if there is none or it is unreadable."""
         try:
-            raw = json.loads(self.path.read_text())
+            raw = json.loads(paths.text_of(self.path))
             raw["launcher"] = Process(**raw["launcher"])
             raw["server"] = Process(**raw["server"]) if raw["server"] else None
             return State(**raw)
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
 
     def read_alive(self) -> State | None:
@@ -113,8 +117,9 @@ class StateFile:
         return state if state and state.is_alive else None
 
     def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self.token_path.unlink(missing_ok=True)
+        with self.usable():
+            self.path.unlink(missing_ok=True)
+            self.token_path.unlink(missing_ok=True)
 
     def write_token(self, token: str) -> None:
         """The token for the server's own routes, for the owner's eyes only."""
@@ -130,8 +135,10 @@ class StateFile:
     @contextmanager
     def lock(self):
         """Held from the checks of a start until it is ready or undone. Dies with its process."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "local.lock").open("w") as file:
+        with self.usable():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = (self.folder / "local.lock").open("w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Container, Sequence
 
-from launcher import remote
+from launcher import framing, remote
 from launcher.cluster_state import ClusterState, StartedUnit
 from launcher.console import say
 from launcher.errors import Exit, LauncherError
@@ -22,14 +22,11 @@ WATCH_EVERY_S = 5
 
 
 def state_of(started: StartedUnit) -> dict | None:
-    """The unit's state in Docker's words; {} where there is nothing; None when the node cannot be asked."""
+    """The unit's state in Docker's words; {} where there is nothing; None when nobody can tell."""
     result = remote.run(started.node, started.unit.state, timeout_s=15)
-    if result.code in (remote.SSH_FAILED, remote.TIMED_OUT) and not started.node.is_here:
+    if result.tells_nothing:
         return None
-    try:
-        return json.loads(result.stdout) if result.ok else {}
-    except ValueError:
-        return {}
+    return framing.object_with("Running", result.stdout) if result.ok else {}
 
 
 def lost_gpus(state: ClusterState, dead: Container[int]) -> list[tuple[Node, str]]:
@@ -37,9 +34,8 @@ def lost_gpus(state: ClusterState, dead: Container[int]) -> list[tuple[Node, str
     nodes = {started.node.rank: started.node for started in state.units if started.node.rank not in dead}
     asked = [node for node in nodes.values() if node.rank < len(state.list_gpus) and state.list_gpus[node.rank]]
     results = remote.on_all(asked, lambda node: remote.run(node, state.list_gpus[node.rank], timeout_s=15))
-    unreached = (remote.SSH_FAILED, remote.TIMED_OUT)
     return [(node, result.message) for node, result in zip(asked, results, strict=True)
-            if not result.ok and (result.code not in unreached or node.is_here)]  # fmt: skip
+            if not result.ok and not result.tells_nothing]  # fmt: skip
 
 
 def log_of(started: StartedUnit) -> list[str]:

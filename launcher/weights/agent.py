@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher import probe, remote
+from launcher import framing, probe, remote
 from launcher.errors import Exit, LauncherError
 from launcher.remote import Node
 from launcher.weights import hashing, record
@@ -109,8 +109,8 @@ class Agent:
 
     def __init__(self, node: Node, folder: str) -> None:
         self.node = node
-        argv = ["python3", "-c", WORKER.read_text()]
-        self.process = start(node, argv, stdin=subprocess.PIPE)
+        self.talk = remote.Talk(node, ["python3", "-c", WORKER.read_text()], stdin=subprocess.PIPE)
+        self.process, self.lines, self.asked = self.talk.process, self.talk.lines(), 0
         self.send({"folder": folder, "record": record.NAME})
 
     def __enter__(self) -> Agent:
@@ -131,21 +131,25 @@ class Agent:
             raise self.lost() from None
 
     def ask(self, what: str, **fields) -> dict:
-        self.send({"do": what, **fields})
-        for line in self.process.stdout:
-            if line.startswith(b"{"):  # some login shells greet first
-                reply = json.loads(line)
+        self.asked += 1
+        self.send({"do": what, "number": self.asked, **fields})
+        for reply in map(framing.object_in, self.lines):
+            if reply and reply.get("number") == self.asked:  # else somebody else's line
                 if "refused" in reply:
                     raise LauncherError(f"{label(self.node)}: {reply['refused']}.", Exit.SETUP)
                 return reply
         raise self.lost()
 
+    @property
+    def noise(self) -> str:
+        """What the node's login shell said of its own, in few words."""
+        return framing.shown(self.talk.answer.noise)
+
     def look(self, names: Sequence[str]) -> Seen:
         return seen_of(self.ask("look", names=list(names)))
 
     def lost(self) -> LauncherError:
-        self.process.wait()
-        said = remote.Result(self.process.returncode, b"", self.process.stderr.read()).message
+        said = self.talk.result().message
         return LauncherError(
             f"{label(self.node)}: the connection ended ({said}); see that `ssh {self.node.login} python3 --version` "
             f"answers, then run this again: what has arrived is kept.",
@@ -157,13 +161,6 @@ def start_here(argv: Sequence[str]) -> subprocess.Popen:
     return subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
-
-
-def start(node: Node, argv: Sequence[str], stdin: int = subprocess.DEVNULL) -> subprocess.Popen:
-    return subprocess.Popen(
-        remote.command_for(node, argv), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
 
 
 def rsync(node: Node, source: Path, folder: str, work: str) -> list[str]:

@@ -129,7 +129,7 @@ class Report:
         self.read += count
         if time.monotonic() - self.said > REPORT_S:
             self.said = time.monotonic()
-            print(json.dumps({"read": self.read}), flush=True)
+            print("\n" + json.dumps({"read": self.read}), flush=True)
 
 
 def found(path, tell, stop):
@@ -154,7 +154,7 @@ def main(text):
     order = sorted(names, key=lambda name: size_or_zero(folder / name), reverse=True)
     with ThreadPoolExecutor(request.get("workers") or usual_workers()) as pool:
         futures = {name: pool.submit(found, folder / name, tell, stop) for name in order}
-    print(json.dumps({"files": {name: futures[name].result() for name in names}}), flush=True)
+    print("\n" + json.dumps({"files": {name: futures[name].result() for name in names}}), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from launcher.checkpoint import check_shard, read_index, restore
+from launcher import paths
+from launcher.checkpoint import LONGEST_JSON_BYTES, check_shard, read_index, restore
 from launcher.errors import LauncherError
 
 ITEM_BYTES = {
@@ -149,8 +150,8 @@ def exl3_of(module: str, parts: Mapping[str, Tensor], has_weight: bool) -> Exl3:
 def read_config(path: Path) -> dict:
     """Without its ledger of tensors, which can be larger than all the rest and says what the headers say."""
     try:
-        config = json.loads(path.read_bytes(), object_pairs_hook=without_ledger)
-    except (OSError, ValueError) as error:
+        config = json.loads(paths.text_of(path, LONGEST_JSON_BYTES), object_pairs_hook=without_ledger)
+    except (OSError, ValueError, RecursionError) as error:
         raise LauncherError(f"{path}: not readable as JSON ({error}); ./download.sh fetches it again.") from error
     if not isinstance(config, dict):
         raise LauncherError(f"{path}: holds no object; ./download.sh fetches it again.")

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from launcher import paths
 from launcher.errors import Exit, LauncherError
 
 NAME = ".exl3-verified.json"
+LONGEST_RECORD_BYTES = 64 << 20
 FORMAT = 1
 
 
@@ -109,10 +111,10 @@ def read(folder: str | os.PathLike) -> Verified | None:
     """The record in a folder; None without one. Raises LauncherError when there is one that cannot be read."""
     path = Path(folder) / NAME
     try:
-        return Verified.from_json(json.loads(path.read_bytes()))
+        return Verified.from_json(json.loads(paths.text_of(path, LONGEST_RECORD_BYTES)))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise LauncherError(
             f"{path}: not readable as a record of verified weights ({reason}); remove the file, then run "

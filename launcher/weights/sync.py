@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher import console, probe, remote
+from launcher import console, framing, probe, remote
 from launcher.errors import Exit, LauncherError
 from launcher.remote import Node
 from launcher.weights import hashing, record
@@ -29,7 +29,6 @@ from launcher.weights.agent import (
     pieces,
     rsync,
     spoken,
-    start,
     start_here,
 )
 from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
@@ -69,7 +68,7 @@ def folders_of(config) -> dict[str, Path]:
 
 def source_of(setting: str, folder: Path) -> Source:
     """Raises LauncherError unless every byte of the folder is known to be right."""
-    verified = record.read(folder) if folder.is_dir() else None
+    verified = record.read(folder) if os.path.isdir(folder) else None
     if verified is None:
         return Source(setting, folder, manifest_of_small(setting, folder))
     changed = record.changed(folder, verified)
@@ -94,7 +93,7 @@ def looks_of(path: Path) -> str:
 
 def manifest_of_small(setting: str, folder: Path) -> Manifest:
     """Of a checkpoint that nobody verified and that is small enough to be hashed in passing."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise LauncherError(f"{setting} {folder}: there is no such folder; `./download.sh` fills it.")
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_dir())
     for path in paths:
@@ -301,24 +300,21 @@ class Job:
             return {}, []
         self.step.enter("hashing", self.bytes_of(names))
         request = json.dumps({"folder": folder, "names": list(names)})
-        process = start(self.node, ["python3", "-c", HASHING.read_text(), request])
-        self.started(process)
-        found = self.read_hashes(process)
+        talk = remote.Talk(self.node, ["python3", "-c", HASHING.read_text(), request])
+        self.started(talk.process)
+        found = self.read_hashes(talk)
         good = {name: FileStat(one["bytes"], one["mtime_ns"], one["inode"]) for name, one in found.items()
                 if one.get("sha256") == self.wanted[name].sha256}  # fmt: skip
         return good, [name for name in names if name not in good]
 
-    def read_hashes(self, process: subprocess.Popen) -> dict[str, dict]:
+    def read_hashes(self, talk: remote.Talk) -> dict[str, dict]:
         found = None
-        for line in process.stdout:
-            if line.startswith(b"{"):
-                said = json.loads(line)
-                self.step.done = said.get("read", self.step.done)
-                found = said.get("files", found)
-        said = process.stderr.read()
-        if process.wait() or found is None:
-            message = remote.Result(process.returncode, b"", said).message
-            raise self.error(f"the files could not be hashed ({message}); run this again.")
+        for said in filter(None, map(framing.object_in, talk.lines())):
+            self.step.done = said.get("read", self.step.done)
+            found = said.get("files", found)
+        result = talk.result()
+        if not result.ok or found is None:
+            raise self.error(f"the files could not be hashed ({result.message}); run this again.")
         return found
 
 

@@ -256,7 +256,9 @@ def main():
         if folder is None:
             folder = Folder(request["folder"], request["record"])
             continue
-        print(json.dumps(answer(folder, request)), flush=True)
+        number = request.pop("number")
+        # A line of its own, also behind half a line of somebody else's.
+        print("\n" + json.dumps({**answer(folder, request), "number": number}), flush=True)
     if folder is not None:
         folder.leave()
 

@@ -12,10 +12,10 @@ FIRST, SECOND = "rocep1s0f1", "roceP2p1s0f1"
 GIB = 1 << 30
 
 NAMES = [
-    "ssh-access", "python", "docker", "gpu-runtime", "foreign-containers", "gpu-model", "gpu-driver", "gpu-clocks",
-    "gpu-free", "memory-floor", "swap", "cma", "page-size", "nccl-conf", "pci-errors", "wall-clock", "ports-free",
-    "address", "interface-up", "mtu", "link-speed", "link-bandwidth", "rdma-device", "second-rail", "rdma-gid",
-    "disk-space", "cache-folder", "image", "native-python", "weights", "rsync", "memory-plan",
+    "ssh-access", "clean-shell", "python", "docker", "gpu-runtime", "foreign-containers", "gpu-model", "gpu-driver",
+    "gpu-clocks", "gpu-free", "memory-floor", "swap", "cma", "page-size", "nccl-conf", "pci-errors", "wall-clock",
+    "ports-free", "address", "interface-up", "mtu", "link-speed", "link-bandwidth", "rdma-device", "second-rail",
+    "rdma-gid", "disk-space", "cache-folder", "image", "native-python", "weights", "rsync", "memory-plan",
 ]  # fmt: skip
 
 
@@ -81,6 +81,8 @@ SAID = [
     ("ssh-access", "bad_unreached", 2, PASS, r"ssh 192\.168\.100\.12 works", ""),
     ("python", "bad_unreached", 2, FAIL, r"python3: command not found", r"apt-get install python3"),
     ("python", "bad_unreached", 1, WARN, r"node not reached", r"see ssh-access"),
+    ("clean-shell", "bad_host", 1, WARN, r'says "Welcome to DGX OS" .* it is passed over', r"\*i\*\) ;;.*~/\.bashrc"),
+    ("clean-shell", "bad_unreached", 1, WARN, r"node not reached", r"see ssh-access"),
     ("docker", "bad_docker", 0, FAIL, r"no docker command", r"install Docker"),
     ("docker", "bad_docker", 1, FAIL, r"may not talk to Docker's daemon", r"usermod -aG docker"),
     ("gpu-runtime", "bad_docker", 0, WARN, r"Docker is not installed", r"see docker"),
@@ -152,6 +154,7 @@ def test_whole_bad_cable_is_told():
     ("ssh: connect to host a port 22: Connection timed out", r"^see that the node is on.*; then ssh-copy-id"),
     ("Host key verification failed.", r"answer yes; then ssh-copy-id"),
     ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @ / Host key verification failed.", r"ssh-keygen -R"),
+    ('the node\'s login shell said "Go away" instead of an answer', r"^`ssh 192\.168\.100\.11 true` has to end"),
     ("ssh: Could not resolve hostname spark: Name or service not known", r"address, not its name"),
 ])  # fmt: skip
 def test_ssh_fix_fits_the_cause(said, fix):
@@ -169,7 +172,7 @@ def test_every_other_check_of_a_silent_node_is_a_warning():
     for finding in run_checks(context("bad_unreached")):
         if finding.node == 1 and finding.check != "ssh-access":
             assert (finding.level, finding.seen) == (WARN, "not looked at: node not reached")
-        if finding.node == 2 and finding.check not in ("ssh-access", "python"):
+        if finding.node == 2 and finding.check not in ("ssh-access", "clean-shell", "python"):
             assert (finding.level, finding.seen) == (WARN, "not looked at: the probe did not run")
 
 

@@ -482,22 +482,34 @@ def test_unreachable_node_is_told(monkeypatch, tmp_path):
     assert there.unreached == "ssh: connect to host b port 22: Connection refused"
 
 
+NO_OBJECT = "the answer is no JSON object with facts and errors, it begins with"
+
+
 @pytest.mark.parametrize("script, said", [
     ("echo 'python3: command not found' >&2; exit 127", "python3: command not found"),
-    ("echo Welcome", "the answer is no JSON object, it begins with 'Welcome'"),
-    ("echo 12", "the answer is no JSON object, it begins with '12'"),
-    ("true", "the answer is no JSON object, it begins with ''"),
+    ("echo Welcome", f"{NO_OBJECT} 'Welcome'"),
+    ("echo 12", f"{NO_OBJECT} '12'"),
+    ("true", f"{NO_OBJECT} ''"),
 ])  # fmt: skip
-def test_node_without_an_answer_is_told(monkeypatch, tmp_path, script, said):
-    write_tool(tmp_path, "ssh", f"cat > /dev/null; {script}\n")
+def test_node_whose_python_does_not_answer_is_told(monkeypatch, tmp_path, script, said):
+    write_tool(tmp_path, "ssh", 'for last; do :; done; exec sh -c "$last"\n')
+    write_tool(tmp_path, "python3", f"cat > /dev/null; {script}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert facts.gather([remote.Node(1, "b")], {})[0].unprobed == said
 
 
-def test_greeting_of_a_login_shell_does_no_harm(monkeypatch, tmp_path):
+def test_node_whose_shell_says_something_else_was_not_reached(monkeypatch, tmp_path):
+    write_tool(tmp_path, "ssh", "cat > /dev/null; echo '{\"errors\": {}}'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    said = facts.gather([remote.Node(1, "b")], {})[0].unreached
+    assert said == 'the node\'s login shell said "{"errors": {}}" instead of an answer'
+
+
+def test_greeting_of_a_login_shell_does_no_harm_and_is_told(monkeypatch, tmp_path):
     write_tool(tmp_path, "ssh", 'echo "Welcome!"; for last; do :; done; exec sh -c "$last"\n')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert facts.gather([remote.Node(1, "b")], {})[0].looked_at
+    found = facts.gather([remote.Node(1, "b")], {})[0]
+    assert found.looked_at and found.noise == "Welcome!"
 
 
 @pytest.mark.parametrize("topic, value, said", [

@@ -96,7 +96,7 @@ def test_stdin_arrives_as_it_is(ssh, content):
 def test_ssh_is_called_so_that_it_never_waits_for_a_human(ssh):
     remote.run(THERE, ["true"])
     words = ssh.read_text().splitlines()
-    assert words[-3:] == ["--", "spark@10.0.0.2", "true"]
+    assert words[-3:-1] == ["--", "spark@10.0.0.2"] and words[-1].endswith(" 'true'")
     options = [words[i + 1] for i, word in enumerate(words) if word == "-o"]
     assert {"BatchMode=yes", "ConnectTimeout=3", "IdentitiesOnly=yes"} <= set(options)
     assert not any(option.startswith("StrictHostKeyChecking") for option in options)
@@ -118,9 +118,9 @@ def test_first_rank_needs_no_ssh(ssh):
 
 
 def test_terminal_is_asked_for_on_other_nodes_only():
-    assert remote.command_for(HERE, ["bash"], terminal=True) == [b"bash"]
-    assert remote.command_for(THERE, ["bash"], terminal=True)[:2] == [b"ssh", b"-t"]
-    assert b"-t" not in remote.command_for(THERE, ["bash"])
+    assert remote.terminal_command(HERE, ["bash"]) == [b"bash"]
+    assert remote.terminal_command(THERE, ["bash"])[:2] == [b"ssh", b"-t"]
+    assert b"-t" not in remote.Call.to(THERE, ["bash"]).command
 
 
 @pytest.mark.parametrize("node", [HERE, THERE], ids=["here", "ssh"])

@@ -16,6 +16,7 @@ from recorded import context
 from stub_cluster import INSIDE, an_image
 
 from launcher import (
+    __main__,
     canary,
     clocks,
     cluster,
@@ -237,6 +238,31 @@ def start_with_images(head, worker, cut=False):
     return produce
 
 
+def check_over_ssh(script):
+    def produce(stub, monkeypatch, tmp_path):
+        (tmp_path / "ssh").write_text(f"#!/bin/sh\nfor last; do :; done\n{script}\n")
+        (tmp_path / "ssh").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{stub.path}")
+        return said_by(cluster_life.check, stub.config(SKIP_CHECKS=""))
+
+    return produce
+
+
+def cut_off(stub):
+    (stub.books / "ssh-down").touch()
+
+
+def stop_in_a_file(stub, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    return said_by(cluster_life.stop, stub.config(RUN_DIR=str(tmp_path / "file")))
+
+
+def fault_of_ours(stub, monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster, "main", lambda *_: 1 / 0)
+    monkeypatch.setenv("RUN_DIR", str(tmp_path))
+    return said_by(__main__.main, ["cluster", "start.sh", "tp2", "status"])
+
+
 OURS = {"ours": an_image("a", "l1", recipe="f" * 64)}
 ADDRESSES = "HEAD_IP=10.0.0.1\nWORKER_IP=10.0.0.2\n"
 PRODUCERS = {
@@ -254,6 +280,11 @@ PRODUCERS = {
     "runs without the launcher's Python environment": without_packages,
     "are not here; give it in the environment": escaped_folder_without_packages,
     "is under way": start_under_lock,
+    "instead of an answer": check_over_ssh("echo This account is not available; exit 1"),
+    "it is passed over": check_over_ssh('echo Welcome; exec sh -c "$last"'),
+    "nothing can be started on a node that does not answer": start_after(cut_off),
+    "cannot be used (": stop_in_a_file,
+    "The launcher broke": fault_of_ours,
     "could not be started": start_after(lambda stub: stub.fail("--name exl3-tp2-rank1")),
     "phase ray is not over after": start_after(lambda stub: stub.joined("10.0.0.1"), RAY_TIMEOUT_S="1"),
     "ended with exit code": dead_rank,
