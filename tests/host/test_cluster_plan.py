@@ -6,32 +6,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cluster_settings import ADMIN, HOMES, IMAGE_ID, SECRET, TOKEN, fabrics, settings
+from cluster_settings import ADMIN, CASES, SECRET, TOKEN, plan_of, settings
 
 from launcher import cluster_plan as plans
 from launcher.commands import NODE_ENVIRONMENT
 from launcher.errors import LauncherError
 
 GOLDEN = Path(__file__).parent / "data/plans"
-
-# name -> (settings, whether the nodes have been asked)
-CASES = {
-    "tp2-ray-docker": (lambda: settings(VLLM_API_KEY=SECRET), False),
-    "tp2-mp-docker": (lambda: settings(EXECUTOR="mp", SPEC_METHOD="none", MLA_GEOMETRY="compact"), True),
-    "tp2-ray-native": (lambda: settings(RUNTIME="native", REMOTE_DIR="~/.glm53-exl3"), True),
-    "tp4-ray-docker": (lambda: settings("tp4", EXTRA_ARGS="--seed 7 --chat-template '/data/my template.jinja'"), True),
-    "tp3": (lambda: settings("tp3"), False),
-}
-
-
-def plan_of(config, is_found=True):
-    count = config.topology.nodes
-    if not is_found:
-        return plans.make(config)
-    return plans.make(
-        config, fabrics(count), homes=HOMES[:count], image_id=IMAGE_ID, ray_token=TOKEN, admin_token=ADMIN
-    )
-
 
 @pytest.mark.parametrize("name", CASES)
 def test_plan_is_as_reviewed(name):
