@@ -13,6 +13,8 @@ ADMIN = "fedcba9876543210" * 4
 HOMES = ("/home/spark",) * 4
 IMAGE_ID = "sha256:" + "0a1b2c3d" * 8
 
+GPU_WAYS = ("gpus", "cdi", "runtime", "gpus")  # nodes of one cluster may differ
+
 NODES = ("HEAD", "WORKER", "WORKER2", "WORKER3")
 
 
@@ -57,5 +59,6 @@ def plan_of(config, is_found=True):
     if not is_found:
         return plans.make(config)
     return plans.make(
-        config, fabrics(count), homes=HOMES[:count], image_id=IMAGE_ID, ray_token=TOKEN, admin_token=ADMIN
-    )
+        config, fabrics(count), homes=HOMES[:count], image_id=IMAGE_ID, ray_token=TOKEN, admin_token=ADMIN,
+        gpu_ways=GPU_WAYS[:count] if config["RUNTIME"] == "docker" else (),
+    )  # fmt: skip

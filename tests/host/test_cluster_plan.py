@@ -11,6 +11,7 @@ from cluster_settings import ADMIN, CASES, SECRET, TOKEN, plan_of, settings
 from launcher import cluster_plan as plans
 from launcher.commands import NODE_ENVIRONMENT
 from launcher.errors import LauncherError
+from launcher.gpu_ways import WAYS
 
 GOLDEN = Path(__file__).parent / "data/plans"
 
@@ -59,7 +60,9 @@ def test_secrets_are_in_private_files_only():
 
 def test_what_only_a_node_can_tell_is_named():
     of_nodes = {
-        f"<found at start: node {rank} {what}>" for rank in (0, 1) for what in ("GID", "RDMA devices", "interface")
+        f"<found at start: node {rank} {what}>"
+        for rank in (0, 1)
+        for what in ("GID", "RDMA devices", "interface", "way to the GPU")
     }
     assert set(plans.make(settings()).unresolved) == of_nodes | {"<found at start: image id>", "<made at start>"}
     assert plan_of(settings()).unresolved == []
@@ -67,13 +70,15 @@ def test_what_only_a_node_can_tell_is_named():
 
 def test_settings_of_a_node_need_not_be_found():
     plan = plans.make(settings(WORKER_CX7_IF="enp9", WORKER_CX7_IB="roce9", WORKER_GID=4))
-    assert not [word for word in plan.unresolved if "node 1" in word]
+    assert [word for word in plan.unresolved if "node 1" in word] == ["<found at start: node 1 way to the GPU>"]
     assert plan.ranks[1].environment["NCCL_IB_HCA"] == "=roce9"
     assert plan.ranks[1].environment["NCCL_IB_GID_INDEX"] == "4"
 
 
 def blank(text: str, rank: plans.RankPlan) -> str:
     """What the rank's name and address appear in is no difference."""
+    for way in WAYS.values():
+        text = text.replace(f" {' '.join(way)} ", " WAY ")
     text = text.replace(rank.name, "OWN").replace(f"--node-ip-address {rank.address}", "--node-ip-address OWN")
     return re.sub(r"exl3\.rank=\d", "exl3.rank=N", text)
 
