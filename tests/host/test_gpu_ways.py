@@ -69,8 +69,7 @@ def test_every_rank_takes_the_way_that_works_on_its_node(cluster_stub, monkeypat
 
 
 def test_a_node_without_a_way_starts_nothing(cluster_stub):
-    refusals = {way: said for way, said in (REFUSALS[name] for name in ("no toolkit", "CDI off", "no runtime"))}
-    cluster_stub.daemon("worker", **refusals)
+    cluster_stub.daemon("worker", **dict(REFUSALS[name] for name in ("no toolkit", "CDI off", "no runtime")))
     with pytest.raises(LauncherError, match=r"node 1 \(10\.0\.0\.2\): no container gets the GPU .*nvidia-ctk"):
         cluster_life.start(cluster_stub.config())
     assert cluster_stub.calls("run") == []
