@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from launcher import console, facts, images, preflight, remote, watch
 from launcher.cluster_state import files_of
-from launcher.commands import CACHES, INSIDE, SHARED_ENVIRONMENT, Found, Place, comma_separated
+from launcher.commands import CACHES, INSIDE, SHARED_ENVIRONMENT, Found, Place, comma_separated, gpu_words
 from launcher.errors import Exit, LauncherError
 from launcher.remote import Node
 
@@ -45,7 +45,7 @@ def warm_command(place: Place) -> list[str]:
     words = [word for name, value in sorted(named.items()) for word in ("--env", f"{name}={value}")]
     cache = mount(place.outside("cache"), INSIDE["cache"], writable=True)
     image = str(place.config["IMAGE"])
-    return [*PLAIN_RUN, "--gpus", "all", *cache, *words, "--entrypoint", "python3", image, "-m", "vllm_exl3.warm_up"]
+    return [*PLAIN_RUN, *gpu_words(place), *cache, *words, "--entrypoint", "python3", image, "-m", "vllm_exl3.warm_up"]
 
 
 def read_command(place: Place) -> list[str]:
@@ -102,7 +102,9 @@ def places_of(config) -> list[Place]:
                 f"`{console.program()} image status` tells more.",
                 Exit.SETUP,
             )
-    return [Place(config, node.rank, Found(node.host.home, first.id)) for node in found]
+    # Only the first node compiles; the others are sent what it made.
+    way = preflight.way_of(found[0], str(config["IMAGE"]))
+    return [Place(config, node.rank, Found(node.host.home, first.id, gpu_way=way)) for node in found]
 
 
 def send_to_others(nodes: Sequence[Node], places: Sequence[Place]) -> None:

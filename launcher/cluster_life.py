@@ -115,6 +115,7 @@ def plan_of(context) -> cluster_plan.Plan:
     plan = cluster_plan.make(
         context.config, context.fabrics, homes=[home_of(node) for node in context.facts],
         image_id=preflight.image_id(context), ray_token=secrets.token_hex(32), admin_token=secrets.token_hex(32),
+        gpu_ways=preflight.gpu_ways(context),
     )  # fmt: skip
     if plan.unresolved:
         missing = ", ".join(plan.unresolved)
@@ -302,7 +303,7 @@ class Run:
                 for unit in (rank.units[0], *rank.guards):
                     self.start_unit(node, unit)
                 if rank.list_gpus:
-                    fix = "its container sees no GPU; see that `docker run --rm --gpus all` shows it there"
+                    fix = "its container sees no GPU, though one of that image did before; look at nvidia-smi there"
                     self.must(node, rank.list_gpus, fix)
             self.refuse_bad_insides()
 

@@ -96,6 +96,7 @@ def make(
     image_id: str = "",
     ray_token: str = "",
     admin_token: str = "",
+    gpu_ways: Sequence[str] = (),
     more_notes: Iterable[str] = (),
 ) -> Plan:
     """Refuses forbidden combinations, all of them at once."""
@@ -103,8 +104,9 @@ def make(
     if refused:
         raise LauncherError("\n".join(refused))
     founds = [
-        Found(homes[rank] if homes else "", image_id, ray_token, admin_token) for rank in range(config.topology.nodes)
-    ]  # fmt: skip
+        Found(homes[rank] if homes else "", image_id, ray_token, admin_token, gpu_ways[rank] if gpu_ways else "")
+        for rank in range(config.topology.nodes)
+    ]
     ranks = tuple(
         rank_plan(config, fabrics[rank] if fabrics else None, rank, found) for rank, found in enumerate(founds)
     )

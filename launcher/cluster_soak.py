@@ -22,6 +22,7 @@ from launcher.commands import (
     Place,
     container_name,
     container_unit,
+    gpu_words,
     runtime_of,
     table_environment,
 )
@@ -64,7 +65,7 @@ def with_engines(config, options: Options) -> Exit:
         soak.refuse_little_memory(soak.SIDE_BY_SIDE, soak.ENGINE_GIB, float(config["MEMORY_FLOOR_GIB"]))
         if config["EXL3_GUARDS_OFF"]:
             console.say("Note: EXL3_GUARDS_OFF does not count here: every guard is on, but for bugs that need one off.")
-        place = Place(config, 0, Found(str(Path.home()), image.id if image else ""))
+        place = Place(config, 0, Found(str(Path.home()), image.id if image else "", gpu_way=way_here(config)))
         caches.must(here(config), ["mkdir", "-p", "--", place.outside("cache")], "its cache folder could not be made")
         job = engines_job(place, options, soak.new_folder(files.folder / f"{config.topology.name}-soak"))
         console.say(f"Soak of engines with the small model, {options.minutes} minutes at most; logs: {job.folder}")
@@ -91,7 +92,7 @@ def engines_job(place: Place, options: Options, folder: Path) -> Job:
         return Job(tuple(argv), inherited | environment, folder, options.seconds, guard_gib(place.config))
     name = f"{container_name(place.config, 0)}-soak"
     more = [
-        *caches.PLAIN_RUN, "--gpus", "all", "--ipc", "host",
+        *caches.PLAIN_RUN, *gpu_words(place), "--ipc", "host",
         "--ulimit", "memlock=-1:-1", "--ulimit", "stack=67108864:67108864",
         *caches.mount(place.outside("cache"), INSIDE["cache"], writable=True),
         *(word for named, value in sorted(environment.items()) for word in ("--env", f"{named}={value}")),
@@ -233,6 +234,14 @@ def gpu_here(config) -> str:
     if not result.ok and config["RUNTIME"] == "docker":
         raise LauncherError(f"soak: nvidia-smi shows no GPU on this machine ({result.message}); see that it does.")
     return result.stdout.decode(errors="replace").strip() if result.ok else "none"
+
+
+def way_here(config) -> str:
+    """How a container gets this machine's GPU; empty where none is used."""
+    if config["RUNTIME"] != "docker":
+        return ""
+    (found,) = facts.gather([here(config)], preflight.request(config))
+    return preflight.way_of(found, str(config["IMAGE"]))
 
 
 def about(config, image: Image | None, gpu: str) -> dict[str, object]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher import door_settings, service
+from launcher import door_settings, gpu_ways, service
 from launcher.errors import Exit, LauncherError
 from launcher.kinds import text_of
 from launcher.refusals import refusals
@@ -117,6 +117,7 @@ class Found:
     image_id: str = ""  # sha256:..., the same on every node
     ray_token: str = ""
     admin_token: str = ""  # for the server's own routes (service.py)
+    gpu_way: str = ""  # of gpu_ways.WAYS; nodes may differ
 
 
 @dataclass(frozen=True)
@@ -354,7 +355,7 @@ def docker_run(config, rank: int, env_file: str, argv: Sequence[str], found: Fou
         "--stop-timeout", str(max(STOP_GRACE_S.values())),
         "--network", "host",
         "--ipc", "host",
-        "--gpus", "all",
+        *gpu_words(place),
         "--device", "/dev/infiniband",
         "--cap-add", "IPC_LOCK",
         "--ulimit", "memlock=-1:-1",
@@ -365,6 +366,11 @@ def docker_run(config, rank: int, env_file: str, argv: Sequence[str], found: Fou
         str(config["IMAGE"]),
         *argv[1:],
     ]  # fmt: skip
+
+
+def gpu_words(place: Place) -> tuple[str, ...]:
+    """Every container that is to see the GPU has these."""
+    return gpu_ways.words(place.found.gpu_way or found_at_start(place.rank, "way to the GPU"))
 
 
 def mounts(place: Place) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
-from launcher import framing, remote
+from launcher import framing, gpu_ways, remote
 from launcher.errors import LauncherError
 from launcher.remote import Node
 
@@ -176,6 +176,7 @@ class Docker:
     folder: str
     gpu_hook: str
     free_bytes: int | None
+    cdi_files: tuple[str, ...] = ()  # descriptions of devices for CDI
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,14 @@ class Image:
     def is_same_as(self, other: Image) -> bool:
         """By content: nodes may store the same layers under different ids."""
         return self.id == other.id or bool(self.layers and self.layers == other.layers)
+
+
+@dataclass(frozen=True)
+class GpuAccess:
+    """How a container of the image gets the GPU (gpu_ways.py)."""
+
+    way: str  # empty: no way that was tried
+    tried: Mapping[str, str] = field(default_factory=dict)  # what Docker said to those that failed
 
 
 @dataclass(frozen=True)
@@ -247,7 +256,9 @@ class NodeFacts:
     ports: tuple[Listener, ...] | None = None
     paths: Mapping[str, PathFacts] | None = None
     docker: Docker | None = None
-    image: Image | None = None  # also None when the image is not there; then there is no error
+    # These two are also None where the image is not there; then there is no error.
+    image: Image | None = None
+    gpu_access: GpuAccess | None = None
     containers: tuple[Container, ...] | None = None
     gpus: tuple[Gpu, ...] | None = None
     gpu_processes: tuple[GpuProcess, ...] | None = None
@@ -277,11 +288,12 @@ TOPICS: dict[str, tuple[type, str]] = {
     "paths": (PathFacts, "named"),
     "docker": (Docker, "one"),
     "image": (Image, "one"),
+    "gpu_access": (GpuAccess, "one"),
     "containers": (Container, "many"),
     "gpus": (Gpu, "many"),
     "gpu_processes": (GpuProcess, "many"),
 }
-MAY_BE_ABSENT = ("image",)
+MAY_BE_ABSENT = ("image", "gpu_access")
 # Fields that hold entries themselves.
 INSIDE = {"gids": (Gid, "many"), "checkpoint": (Checkpoint, "one"), "record": (VerifiedFacts, "one")}
 
@@ -389,7 +401,7 @@ def request_for(config, ports: Iterable[int]) -> dict:
         paths["python"] = config["NATIVE_PYTHON"]
     image = config["IMAGE"] if config["RUNTIME"] == "docker" else ""
     return {"ports": sorted(set(ports)), "paths": {name: str(path or "") for name, path in paths.items()},
-            "image": str(image or "")}  # fmt: skip
+            "image": str(image or ""), "gpu_ways": gpu_ways.WAYS if image else {}}  # fmt: skip
 
 
 def gather(nodes: Sequence[Node], request: Mapping[str, object]) -> list[NodeFacts]:

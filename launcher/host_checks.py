@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from launcher import gpu_ways
 from launcher.facts import NEEDED_PYTHON, NodeFacts
 from launcher.findings import (
     CHECKS,
@@ -133,12 +134,31 @@ def check_gpu_runtime(context: Context, node: NodeFacts) -> Verdict:
     problem = docker_problem(node)
     if problem:
         return warned(f"not looked at: {problem}", "see docker")
-    if "nvidia" in node.docker.runtimes or node.docker.gpu_hook:
-        return passed("Docker has NVIDIA's runtime")
+    if "gpu_access" in node.errors:
+        return failed(
+            f"no answer to how containers get the GPU: {node.errors['gpu_access']}",
+            "look at nvidia-smi and `docker ps` on that node; if either hangs, reboot it",
+        )
+    if node.gpu_access is None:
+        return untried(context, node)
+    if node.gpu_access.way:
+        return passed(f"containers get the GPU by {gpu_ways.shown(node.gpu_access.way)}, as tried")
+    seen, fix = gpu_ways.refused(node.gpu_access.tried)
+    return failed(f"no container gets the GPU: {seen}", fix)
+
+
+def untried(context: Context, node: NodeFacts) -> Verdict:
+    """Without the image only what lies on the node can be told."""
+    docker = node.docker
+    if "nvidia" in docker.runtimes or docker.gpu_hook or docker.cdi_files:
+        return warned(
+            f"NVIDIA's toolkit is there; no container was tried, since {context.config['IMAGE']} is not there",
+            "see image; then check again",
+        )
     return failed(
-        f"Docker's runtimes are {', '.join(node.docker.runtimes) or 'none'}, and --gpus needs NVIDIA's",
-        "sudo apt-get install nvidia-container-toolkit && sudo nvidia-ctk runtime configure --runtime=docker "
-        "&& sudo systemctl restart docker",
+        f"Docker's runtimes are {', '.join(docker.runtimes) or 'none'}, and NVIDIA's toolkit has left neither a hook "
+        f"nor a CDI description",
+        gpu_ways.TOOLKIT,
     )
 
 

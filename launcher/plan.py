@@ -162,7 +162,8 @@ def pairs(argv: tuple[str, ...]) -> list[str]:
     """Flags with their values, one item each; the program and its module are the first."""
     items: list[str] = []
     for word in map(shlex.quote, argv):
-        if not items or word.startswith("--"):
+        # What a start finds may be a flag with its value.
+        if not items or word.startswith(("--", "'<found at start: ")):
             items.append(word)
         else:
             items[-1] += " " + word

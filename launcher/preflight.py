@@ -19,6 +19,7 @@ from launcher.commands import container_name
 from launcher.errors import Exit, LauncherError
 from launcher.facts import NodeFacts
 from launcher.findings import CHECKS, FAIL, NOT_PROBED, NOT_REACHED, PASS, WARN, Context, Finding, Ours
+from launcher.gpu_ways import refused as refused_ways
 from launcher.remote import Node
 from launcher.running_checks import RUNNING_CHECKS
 from launcher.weights.contents import Contents
@@ -90,6 +91,27 @@ def refuse_settings(config) -> None:
     if problems:
         raise LauncherError("\n".join(problems))
     cluster_plan.make(config)
+
+
+# What the facts say
+
+
+def gpu_ways(context: Context) -> list[str]:
+    """By rank: how its containers get the GPU. Raises LauncherError where no way works, or none could be tried."""
+    if context.config["RUNTIME"] != "docker":
+        return []
+    return [way_of(node, str(context.config["IMAGE"])) for node in context.facts]
+
+
+def way_of(node: NodeFacts, image: str) -> str:
+    if node.gpu_access and node.gpu_access.way:
+        return node.gpu_access.way
+    where = f"node {node.rank} ({node.address})"
+    if node.gpu_access:
+        seen, fix = refused_ways(node.gpu_access.tried)
+        raise LauncherError(f"{where}: no container gets the GPU ({seen}); {fix}.", Exit.SETUP)
+    trouble = node.unreached or node.unprobed or node.errors.get("gpu_access") or f"image {image} is not there"
+    raise LauncherError(f"{where}: it is not known how containers get the GPU there: {trouble}.", Exit.SETUP)
 
 
 # Running them

@@ -1,8 +1,9 @@
-"""Looks at one node and prints what it sees as one JSON object; changes nothing. Sent to the nodes as text.
+"""Looks at one node and prints what it sees as one JSON object; keeps nothing. Sent to the nodes as text.
 
 Standard library only, Python 3.8 or newer. Never raises: what could not be looked at is named in "errors" by topic.
 The first argument is a JSON object with what to look at:
-{"ports": [8888], "paths": {"cache": "/x", "model": "/y"}, "address": "10.0.0.2", "image": "name:tag"}
+{"ports": [8888], "paths": {"cache": "/x", "model": "/y"}, "address": "10.0.0.2", "image": "name:tag",
+ "gpu_ways": {name: words of docker run, ...}}
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import threading
 import time
 
 TOOL_TIMEOUT_S = 4
+CONTAINER_TIMEOUT_S = 10
+CDI_FOLDERS = ("/etc/cdi", "/var/run/cdi")
 CHECKPOINTS = ("model", "draft")  # the paths that hold weights
 INDEX = "model.safetensors.index.json"
 HASHED = (INDEX, "config.json")  # small files that must be the same to the byte
@@ -411,12 +414,17 @@ class ToolError(Exception):
     """A program that failed, with what it said."""
 
 
-def tool(argv):
+class NoAnswer(ToolError):
+    """A program that was ended, since it took too long."""
+
+
+def tool(argv, timeout_s=None):
     # A tool without an answer is a fact, too: the other topics must not wait for it.
+    timeout_s = timeout_s or TOOL_TIMEOUT_S
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_TIMEOUT_S)
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise ToolError(f"`{' '.join(argv[:3])}` gave no answer within {TOOL_TIMEOUT_S} s") from None
+        raise NoAnswer(f"`{' '.join(argv[:3])}` gave no answer within {timeout_s} s") from None
     if done.returncode != 0:
         said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()
         raise ToolError(said or f"exit status {done.returncode}")
@@ -429,7 +437,8 @@ def json_lines(text):
 
 def look_at_docker(view):
     found = {"program": shutil.which("docker") or "", "error": "", "version": "", "runtimes": [], "folder": "",
-             "gpu_hook": shutil.which("nvidia-container-runtime-hook") or "", "free_bytes": None}  # fmt: skip
+             "gpu_hook": shutil.which("nvidia-container-runtime-hook") or "", "free_bytes": None,
+             "cdi_files": [name for folder in CDI_FOLDERS for name in view.names(folder)]}  # fmt: skip
     if not found["program"]:
         return found
     try:
@@ -465,6 +474,30 @@ def look_at_image(view):
         "labels": (inspected.get("Config") or {}).get("Labels") or {},
         "size_bytes": inspected.get("Size") or 0,
     }
+
+
+def look_at_gpu_access(view):
+    """Which way gives a container of the image the GPU: the first that works ends it. None where it cannot be tried."""
+    ways, name = view.request.get("gpu_ways") or {}, view.request.get("image")
+    if not (ways and name and shutil.which("docker")):
+        return None
+    try:
+        tool(["docker", "image", "inspect", "--format", "{{.Id}}", name])
+    except ToolError as error:
+        if "no such image" in str(error).lower():
+            return None
+        raise
+    tried = {}
+    for way, words in ways.items():
+        command = ["docker", "run", "--rm", "--pull", "never", "--network", "none", *words]
+        try:
+            tool([*command, "--entrypoint", "nvidia-smi", name, "-L"], CONTAINER_TIMEOUT_S)
+            return {"way": way, "tried": tried}
+        except NoAnswer:
+            raise  # another container would only hang, too
+        except ToolError as error:
+            tried[way] = str(error)[-1000:]
+    return {"way": "", "tried": tried}
 
 
 def look_at_containers(view):
@@ -548,6 +581,7 @@ TOPICS = {
     "paths": look_at_paths,
     "docker": look_at_docker,
     "image": look_at_image,
+    "gpu_access": look_at_gpu_access,
     "containers": look_at_containers,
     "gpus": look_at_gpus,
     "gpu_processes": look_at_gpu_processes,

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from math import ceil
 
+from launcher import server_parser
 from launcher.config import BUILT_IN
-from launcher.vllm_flags import SHORT, flag_of, why_not_extra
+from launcher.vllm_flags import SHORT, flag_of, server_flags, why_not_extra
 
 # GLM-5.3-Flash's linear attention, from which the size of its state follows.
 HEADS = 64
@@ -162,6 +163,28 @@ def refuse_owned_flags(config) -> Iterable[str]:
             yield f"EXTRA_ARGS has {shown}: {reason}, so that the plan and its checks know the value."
 
 
+def refuse_unreadable_arguments(config) -> Iterable[str]:
+    """What the pinned vLLM's parser would refuse, or read as a flag that the launcher decides, minutes from now."""
+    words = config["EXTRA_ARGS"]
+    # The CPU build, which serves without containers, has another number.
+    if not (words or config["MOE_BACKEND"]) or config["RUNTIME"] != "docker" or refuse_secret_in_extra(config):
+        return
+    names = "EXTRA_ARGS or MOE_BACKEND" if config["MOE_BACKEND"] else "EXTRA_ARGS"
+    try:
+        server_parser.parse(server_flags(config, {"model": "/model", "draft": "/draft"}))
+        given = vars(server_parser.parse(words))
+    except server_parser.Refused as error:
+        version = server_parser.read_record()["vllm"]
+        yield f"{names}: vLLM {version} would refuse the server's arguments ({str(error)[:400]}); correct the setting."
+        return
+    if given.get("model_tag"):
+        yield f"EXTRA_ARGS has {given['model_tag']!r}, which belongs to no flag; leave it out or quote it."
+    told = set(map(flag_of, words))
+    for flags in server_parser.flags_of(given):
+        if not told & set(flags) and (reason := why_not_extra(flags[0])):
+            yield f"EXTRA_ARGS has a short or shortened {flags[0]}: {reason}, so that the plan and its checks know it."
+
+
 def refuse_secret_in_extra(config) -> str | None:
     key = str(config["VLLM_API_KEY"] or "")
     if not key or not any(key in word for word in config["EXTRA_ARGS"]):
@@ -174,7 +197,8 @@ def refuse_secret_in_extra(config) -> str | None:
 
 REFUSALS: tuple[Callable, ...] = (
     refuse_cache_type, refuse_marlin, refuse_compact_rows, refuse_triton_attention, refuse_small_steps,
-    refuse_sliced_experts, refuse_shared_ports, refuse_owned_flags, refuse_secret_in_extra,
+    refuse_sliced_experts, refuse_shared_ports, refuse_owned_flags, refuse_unreadable_arguments,
+    refuse_secret_in_extra,
 )  # fmt: skip
 
 

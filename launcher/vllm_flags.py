@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from launcher import server_parser
 
 MODEL_ID = "GLM-5.3-Flash-EXL3"
 
@@ -159,8 +162,9 @@ def server_flags(config, paths: Mapping[str, str]) -> list[str]:
 
 def flag_of(word: str) -> str | None:
     """The flag that a word of EXTRA_ARGS stands for, as vLLM reads it: `--a_b=1`, `--a-b.key` and `-ab` too."""
-    if word in SHORT:
-        return SHORT[word]
+    short = next((name for name in SHORT if word == name or word.startswith(f"{name}=")), None)
+    if short:
+        return SHORT[short]
     if not word.startswith("--") or word == "--":
         return None
     return word.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
@@ -170,15 +174,25 @@ def base_name(flag: str) -> str:
     return "--" + flag.removeprefix("--").removeprefix("no-")
 
 
+@functools.cache
+def reasons() -> dict[str, str]:
+    """Why EXTRA_ARGS may not hold a flag, by every way in which vLLM lets it be written, its opposites too."""
+    owned = {row.name: f"set {' or '.join(row.settings)} instead" if row.settings else "the launcher decides it"
+             for row in FLAGS}  # fmt: skip
+    found: dict[str, str] = {}
+    for flag, reason in {**RESERVED, **owned}.items():
+        for name in (flag, base_name(flag), *server_parser.names_by_flag().get(flag, ())):
+            found.setdefault(name, RESERVED.get(flag, reason))
+    return found
+
+
 def why_not_extra(flag: str) -> str | None:
     """Why EXTRA_ARGS may not hold this flag; None if it may."""
-    base = base_name(flag)
-    owned = {base_name(row.name): row for row in FLAGS}
-    if base in RESERVED:
-        return RESERVED[base]
-    if base in owned:
-        settings = owned[base].settings
-        return f"set {' or '.join(settings)} instead" if settings else "the launcher decides it"
+    known, base = reasons(), base_name(flag)
+    if flag in known or base in known:
+        return known.get(flag) or known[base]
+    if flag in server_parser.names_by_flag():
+        return None
     # vLLM's parser accepts any unambiguous beginning of a flag.
-    longer = [name for name in (*owned, *RESERVED) if len(base) > 3 and name.startswith(base)]
+    longer = [name for name in known for start in (flag, base) if len(base) > 3 and name.startswith(start)]
     return f"it abbreviates {longer[0]}; write flags in full" if longer else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher import console
 from launcher.checkpoint import INDEX
 from launcher.errors import LauncherError
-from launcher.weights import cache, contents, headers, hub, packs, place, record
+from launcher.weights import cache, contents, headers, hub, packs, patience, place, record
 from launcher.weights.hashing import usual_workers
 from launcher.weights.hub import Gone, Wanted
 from launcher.weights.meter import Meter, size, work
@@ -384,6 +384,7 @@ def bring_all(made: Plan, filling: Filling, files: Sequence[Wanted], source, wor
         return []
     total = sum(file.bytes for file in files)
     meter = Meter(total, sum(made.part_bytes(file) for file in files))
+    meter.note = patience.GATE.text
     filling.on_bytes = meter.add
     filling.stop.clear()
     jobs = [partial(filling.bring, file, source) for file in sorted(files, key=lambda file: file.bytes)]

@@ -6,48 +6,33 @@ begins anew after every interruption, so the stream is written here, from where 
 
 from __future__ import annotations
 
-import email.utils
 import errno
+import functools
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import HfApi, constants, hf_hub_url
+from huggingface_hub import HfApi, constants, hf_hub_url, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from launcher import console
 from launcher.errors import LauncherError
 from launcher.libraries import without_queries
-from launcher.weights import record
+from launcher.weights import patience, record
 from launcher.weights.packs import Pack
+from launcher.weights.patience import Passing, Stopped, patiently, seen_waiting, wait_of
 
 GONE = (401, 403, 404, 410, 451)
 PASSING = (408, 425, 429, 500, 502, 503, 504)
-ATTEMPTS = 8  # without a byte between them
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 SKIPPED = (".gitattributes",)  # of git's own use
 
 
 class Gone(Exception):
     """The pack, or its revision, is not to be had from the Hub for this user; the words say what the Hub said."""
-
-
-class Passing(Exception):
-    """Something that another attempt may cure, after `wait_s` seconds where the Hub said so."""
-
-    def __init__(self, what: str, wait_s: float | None = None):
-        super().__init__(what)
-        self.wait_s = wait_s
-
-
-class Stopped(Exception):
-    """The whole download ends; the part stays."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +55,25 @@ def endpoint() -> str:
 
 def files_of(pack: Pack) -> list[Wanted]:
     """Every file of the pack. Raises Gone, or LauncherError where the Hub cannot be asked."""
+    entries: list = []
+
+    def attempt() -> None:
+        with errors_named():
+            entries[:] = HfApi().list_repo_tree(pack.id, recursive=True, revision=pack.revision)
+
+    stop, attempts = threading.Event(), patience.LIST_ATTEMPTS
     try:
-        with errors_named():  # the library itself waits, and says so, five times
-            entries = list(HfApi().list_repo_tree(pack.id, recursive=True, revision=pack.revision))
+        own_patience()
+        seen_waiting("list", lambda: patiently(pack.id, attempt, stop, lambda: 0, attempts))
     except Passing as error:
+        if error.status:
+            raise given_up(pack.id, error, attempts) from error
         raise LauncherError(
             f"{pack.id}: {endpoint()} does not say what it holds ({error}); look at the network and at HF_ENDPOINT, or "
             f"bring the weights from a disk: ./download.sh --from DIR."
         ) from error
+    finally:
+        stop.set()
     try:
         files = [wanted_of(entry) for entry in entries if hasattr(entry, "size") and entry.path not in SKIPPED]
     except ValueError as error:
@@ -102,7 +98,11 @@ def fetch(pack: Pack, wanted: Wanted, part: Path, on_bytes: Callable[[int], None
         with errors_named():
             stream(pack, wanted, part, on_bytes, stop)
 
-    patiently(wanted.name, attempt, stop, lambda: size_of(part))
+    own_patience()
+    try:
+        patiently(wanted.name, attempt, stop, lambda: size_of(part), patience.ATTEMPTS)
+    except Passing as error:
+        raise given_up(wanted.name, error, patience.ATTEMPTS) from error
     return True
 
 
@@ -172,45 +172,54 @@ def errors_named() -> Iterator[None]:
         status = error.response.status_code
         if status in GONE:
             raise Gone(f"HTTP {status} {error.response.headers.get('X-Error-Code', '')}".strip()) from error
-        if status in PASSING or status == 416:
-            raise Passing(f"HTTP {status}", wait_of(error.response.headers)) from error
+        if status == 416:
+            raise Passing(f"HTTP {status}") from error
         where = without_secrets(str(error.response.url))
         raise LauncherError(f"HTTP {status} from {where}; what has arrived is kept. Try again later.") from error
     except httpx2.TransportError as error:
-        what = type(error).__name__ + (f" ({error})" if str(error) else "")
-        raise Passing(without_secrets(what)) from error
+        raise lost(error) from error
 
 
-def patiently(what: str, attempt: Callable[[], None], stop: threading.Event, arrived: Callable[[], int]) -> None:
-    """`attempt`, repeated after named waits; ATTEMPTS in a row after which no more has `arrived` are the end."""
-    failures = 0
-    while True:
-        before = arrived()
+def lost(error: httpx2.TransportError) -> Passing:
+    return Passing(without_secrets(type(error).__name__ + (f" ({error})" if str(error) else "")))
+
+
+class Client(httpx2.Client):
+    """What may pass leaves the library at once, which would itself wait, for as long as a header says, in silence."""
+
+    def send(self, request, **more):
+        if is_offline():
+            raise OfflineModeIsEnabled(f"{without_secrets(str(request.url))} was not asked")
         try:
-            attempt()
-            return
-        except Passing as error:
-            failures = 1 if arrived() > before else failures + 1
-            if failures > ATTEMPTS:
-                raise LauncherError(
-                    f"{what}: {error}, after {ATTEMPTS} attempts at {endpoint()}; what has arrived is kept. Look at "
-                    f"the network and run ./download.sh again: it goes on where it stopped."
-                ) from error
-            wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (failures - 1)) if error.wait_s is None else error.wait_s
-            console.say(f"{what}: {error}; trying again in {wait_s:.3g} s ({failures} of {ATTEMPTS})")
-            if stop.wait(wait_s):
-                raise Stopped from error
+            response = super().send(request, **more)
+        except httpx2.TransportError as error:
+            raise lost(error) from error
+        if response.status_code in PASSING:
+            response.close()
+            raise Passing(
+                f"HTTP {response.status_code}", response.status_code, wait_of(response.status_code, response.headers)
+            )
+        return response
 
 
-def wait_of(headers) -> float | None:
-    """Seconds of a Retry-After, which is a number or a date."""
-    text = headers.get("Retry-After", "").strip()
-    if text.isdigit():
-        return float(text)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, TypeError):
-        return None
+@functools.cache
+def own_patience() -> None:
+    """Gives the library a client that leaves all waiting to patience.py."""
+    set_client_factory(lambda: Client(follow_redirects=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT))
+
+
+def given_up(what: str, error: Passing, attempts: int) -> LauncherError:
+    """The end of the patience, with what it was about: a server that refuses is no fault of the network."""
+    after = f"{what}: {error}, after {attempts} attempts at {endpoint()}; what has arrived is kept."
+    again = "run ./download.sh again: it goes on where it stopped."
+    if error.status == 429:
+        return LauncherError(
+            f"{after} The Hub limits how often you may ask, and more often with a login (HF_TOKEN, or `hf auth "
+            f"login`); wait some minutes, then {again}"
+        )
+    if error.status:
+        return LauncherError(f"{after} The server there is busy or broken; wait some minutes, then {again}")
+    return LauncherError(f"{after} Look at the network and {again}")
 
 
 def without_secrets(text: str) -> str:

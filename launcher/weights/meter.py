@@ -23,6 +23,7 @@ class Meter:
         self.done = done
         self.clock = clock
         self.mutex = threading.Lock()
+        self.note = lambda: ""  # what is to be said behind the numbers
         self.marks: deque[tuple[float, int]] = deque([(clock(), done)])
 
     def add(self, count: int) -> None:
@@ -37,7 +38,7 @@ class Meter:
         began, before = self.marks[0]
         rate = (self.done - before) / (now - began) if now > began else 0.0
         left = f", {duration((self.total - self.done) / rate)} left" if rate > 0 else ""
-        return f"{size(self.done)} of {size(self.total)}, {size(rate)}/s{left}"
+        return f"{size(self.done)} of {size(self.total)}, {size(rate)}/s{left}{self.note()}"
 
 
 def size(count: float) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from vllm_exl3 import overrides
 from vllm_exl3.checkpoint import Exl3LoadError
+from vllm_exl3.finite import refuse_not_finite
 from vllm_exl3.format import Codebook, Exl3Tensors, check_marker
 from vllm_exl3.overrides import Override
 from vllm_exl3.reference import decode_weight
@@ -116,12 +117,15 @@ def _decode(module: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def check_all_loaded(original):
-    """DefaultModelLoader.load_weights with vLLM's own check for parameters that nothing was loaded into."""
+    """DefaultModelLoader.load_weights with vLLM's own check for parameters that nothing was loaded into, and with one
+    for values that are no finite numbers."""
 
     @functools.wraps(original)
     def load(self, model, model_config):
         if model_config.quantization == "exl3":
             self.enable_weights_track = True
+            read = type(self).get_all_weights
+            self.get_all_weights = lambda *sources: refuse_not_finite(read(self, *sources))
         original(self, model, model_config)
 
     return load
@@ -153,8 +157,8 @@ TABLE = (
     ),
     Override(
         "vllm.model_executor.model_loader.default_loader", "DefaultModelLoader.load_weights",
-        "For quantised models vLLM does not check that every parameter was loaded.",
-        "vLLM checks it for every model.",
+        "For quantised models vLLM does not check that every parameter was loaded, and never what was.",
+        "vLLM checks both for every model.",
         ("62d3b9cf8de5e872",), check_all_loaded,
     ),
 )  # fmt: skip

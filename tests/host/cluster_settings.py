@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from launcher import cluster_plan as plans
 from launcher import config as configs
 from launcher.discovery import Fabric
 from launcher.topology import TOPOLOGIES
@@ -11,6 +12,8 @@ TOKEN = "0123456789abcdef" * 4
 ADMIN = "fedcba9876543210" * 4
 HOMES = ("/home/spark",) * 4
 IMAGE_ID = "sha256:" + "0a1b2c3d" * 8
+
+GPU_WAYS = ("gpus", "cdi", "runtime", "gpus")  # nodes of one cluster may differ
 
 NODES = ("HEAD", "WORKER", "WORKER2", "WORKER3")
 
@@ -39,3 +42,23 @@ def fabrics(count: int, gids: tuple[int | None, ...] = (3, 5, 3, 3)) -> list[Fab
         Fabric(f"enp{rank}s0", (f"roce{rank}a", f"roce{rank}b"), gids[rank], address_range="10.10.0.0/23")
         for rank in range(count)
     ]
+
+
+# Plans that are kept as reviewed texts: name -> (settings, whether the nodes have been asked).
+CASES = {
+    "tp2-ray-docker": (lambda: settings(VLLM_API_KEY=SECRET), False),
+    "tp2-mp-docker": (lambda: settings(EXECUTOR="mp", SPEC_METHOD="none", MLA_GEOMETRY="compact"), True),
+    "tp2-ray-native": (lambda: settings(RUNTIME="native", REMOTE_DIR="~/.glm53-exl3"), True),
+    "tp4-ray-docker": (lambda: settings("tp4", EXTRA_ARGS="--seed 7 --chat-template '/data/my template.jinja'"), True),
+    "tp3": (lambda: settings("tp3"), False),
+}
+
+
+def plan_of(config, is_found=True):
+    count = config.topology.nodes
+    if not is_found:
+        return plans.make(config)
+    return plans.make(
+        config, fabrics(count), homes=HOMES[:count], image_id=IMAGE_ID, ray_token=TOKEN, admin_token=ADMIN,
+        gpu_ways=GPU_WAYS[:count] if config["RUNTIME"] == "docker" else (),
+    )  # fmt: skip

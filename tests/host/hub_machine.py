@@ -20,7 +20,7 @@ from huggingface_hub import constants
 from launcher import __main__
 from launcher.errors import Exit
 from launcher.table import ROWS
-from launcher.weights import command, hub, packs
+from launcher.weights import command, packs, patience
 from launcher.weights.packs import Pack
 
 # Processes that begin with everything imported, so that many can be killed in little time.
@@ -39,7 +39,8 @@ def point_at(patch: pytest.MonkeyPatch, table: tuple[Pack, ...], url: str, home:
     patch.setattr(packs, "PACKS", table)
     names = tuple(pack.id for pack in table if pack.kind == "model")
     patch.setitem(ROWS, "WEIGHTS_SOURCE", dataclasses.replace(ROWS["WEIGHTS_SOURCE"], choices=names))
-    patch.setattr(hub, "FIRST_WAIT_S", 0.01)
+    patch.setattr(patience, "FIRST_WAIT_S", 0.01)
+    patch.setattr(patience, "GATE", patience.Gate())
     patch.setattr(command, "REPOSITORY", home)  # no env file of a developer's checkout takes part
     patch.setattr(constants, "ENDPOINT", url)
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}")

@@ -10,7 +10,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from launcher import cluster_life, cluster_state, config, preflight, service, topology
+from launcher import cluster_life, cluster_state, config, gpu_ways, preflight, service, topology
 from launcher.canary import read_questions
 from launcher.cluster_state import ClusterState
 from launcher.content_checks import MACHINES
@@ -25,8 +25,10 @@ DOCKER = r"""#!{python} -IS
 import json, os, sys, time
 from pathlib import Path
 books, words = Path({books!r}), sys.argv[1:]
+# What only tries a way to the GPU is booked as such.
+verb = "try" if words[0] == "run" and words[-1] == "-L" else words[0]
 with open(books / "calls", "a") as calls:
-    calls.write(json.dumps([os.environ.get("STUB_NODE", "head"), *words]) + "\n")
+    calls.write(json.dumps([os.environ.get("STUB_NODE", "head"), verb, *words[1:]]) + "\n")
 running = books / "running"
 while (books / "hang").exists() and (books / "hang").read_text() in " ".join(words):
     time.sleep(0.02)
@@ -51,6 +53,12 @@ def state(name):
     if not file.exists():
         sys.exit(f"Error: No such container: {{name}}")
     print(file.read_text())
+if words[0] == "run":
+    daemon = books / f"daemon-{{node}}"
+    for way, (flags, said) in (json.loads(daemon.read_text()) if daemon.exists() else {{}}).items():
+        if " ".join(flags) in text:
+            print(said, file=sys.stderr)
+            sys.exit(125)
 if words[0] == "run" and "--rm" in words:
     # The command of the image, on this machine: what is mounted has its outside path.
     command = words[words.index("--entrypoint") + 1 :]
@@ -297,6 +305,11 @@ class Cluster:
 
     def images_of(self, node: str) -> dict[str, dict]:
         return json.loads((self.books / f"images-{node}").read_text())
+
+    def daemon(self, node: str, **refused: str) -> None:
+        """Ways to the GPU that the node's daemon refuses, with what it says."""
+        found = {way: (gpu_ways.WAYS[way], said) for way, said in refused.items()}
+        (self.books / f"daemon-{node}").write_text(json.dumps(found))
 
     def fail(self, *parts: str) -> None:
         (self.books / "fail").write_text(json.dumps(parts))

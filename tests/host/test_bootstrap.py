@@ -113,7 +113,8 @@ def test_without_network_a_new_lock_leaves_the_old_environment_and_what_ends_a_r
     checkout.lock.write_text(UNREACHABLE)
     code, said, errors = checkout.call("start")
     assert (code, said) == (Exit.SETUP, {})
-    assert "could not be made: the package index has no nothing-of-this-name==1 for this Python" in errors.splitlines()[-1]
+    said = errors.splitlines()[-1]
+    assert "could not be made: the package index has no nothing-of-this-name==1 for this Python" in said
     for word in cluster.OF_WHAT_RUNS:
         for python in others:
             code, said, errors = checkout.call(word, python=python)

@@ -6,32 +6,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cluster_settings import ADMIN, HOMES, IMAGE_ID, SECRET, TOKEN, fabrics, settings
+from cluster_settings import ADMIN, CASES, SECRET, TOKEN, plan_of, settings
 
 from launcher import cluster_plan as plans
 from launcher.commands import NODE_ENVIRONMENT
 from launcher.errors import LauncherError
+from launcher.gpu_ways import WAYS
 
 GOLDEN = Path(__file__).parent / "data/plans"
-
-# name -> (settings, whether the nodes have been asked)
-CASES = {
-    "tp2-ray-docker": (lambda: settings(VLLM_API_KEY=SECRET), False),
-    "tp2-mp-docker": (lambda: settings(EXECUTOR="mp", SPEC_METHOD="none", MLA_GEOMETRY="compact"), True),
-    "tp2-ray-native": (lambda: settings(RUNTIME="native", REMOTE_DIR="~/.glm53-exl3"), True),
-    "tp4-ray-docker": (lambda: settings("tp4", EXTRA_ARGS="--seed 7 --chat-template '/data/my template.jinja'"), True),
-    "tp3": (lambda: settings("tp3"), False),
-}
-
-
-def plan_of(config, is_found=True):
-    count = config.topology.nodes
-    if not is_found:
-        return plans.make(config)
-    return plans.make(
-        config, fabrics(count), homes=HOMES[:count], image_id=IMAGE_ID, ray_token=TOKEN, admin_token=ADMIN
-    )
-
 
 @pytest.mark.parametrize("name", CASES)
 def test_plan_is_as_reviewed(name):
@@ -78,7 +60,9 @@ def test_secrets_are_in_private_files_only():
 
 def test_what_only_a_node_can_tell_is_named():
     of_nodes = {
-        f"<found at start: node {rank} {what}>" for rank in (0, 1) for what in ("GID", "RDMA devices", "interface")
+        f"<found at start: node {rank} {what}>"
+        for rank in (0, 1)
+        for what in ("GID", "RDMA devices", "interface", "way to the GPU")
     }
     assert set(plans.make(settings()).unresolved) == of_nodes | {"<found at start: image id>", "<made at start>"}
     assert plan_of(settings()).unresolved == []
@@ -86,13 +70,15 @@ def test_what_only_a_node_can_tell_is_named():
 
 def test_settings_of_a_node_need_not_be_found():
     plan = plans.make(settings(WORKER_CX7_IF="enp9", WORKER_CX7_IB="roce9", WORKER_GID=4))
-    assert not [word for word in plan.unresolved if "node 1" in word]
+    assert [word for word in plan.unresolved if "node 1" in word] == ["<found at start: node 1 way to the GPU>"]
     assert plan.ranks[1].environment["NCCL_IB_HCA"] == "=roce9"
     assert plan.ranks[1].environment["NCCL_IB_GID_INDEX"] == "4"
 
 
 def blank(text: str, rank: plans.RankPlan) -> str:
     """What the rank's name and address appear in is no difference."""
+    for way in WAYS.values():
+        text = text.replace(f" {' '.join(way)} ", " WAY ")
     text = text.replace(rank.name, "OWN").replace(f"--node-ip-address {rank.address}", "--node-ip-address OWN")
     return re.sub(r"exl3\.rank=\d", "exl3.rank=N", text)
 

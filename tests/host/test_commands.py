@@ -14,7 +14,7 @@ from launcher.commands import Found, Place
 from launcher.errors import LauncherError
 from launcher.table import TABLE, Goes
 
-FOUND = Found("/home/spark", IMAGE_ID, TOKEN)
+FOUND = Found("/home/spark", IMAGE_ID, TOKEN, gpu_way="gpus")
 
 
 def value_of(argv, flag):

@@ -2,6 +2,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from docker_refusals import CDI_MODE, REFUSALS
 from recorded import FOLDER, context, give, records
 
 from launcher import discovery, facts, preflight, weights_checks
@@ -194,9 +195,72 @@ def test_stopped_daemon_is_started():
     assert "enable --now docker" in only(findings_of("docker", "good_tp2", change), 1, FAIL).fix
 
 
-def test_gpu_runtime_is_also_known_by_its_hook():
-    change = probe_change(1, "docker", runtimes=["runc"])
-    assert {finding.level for finding in findings_of("gpu-runtime", "good_tp2", change)} == {PASS}
+def access(way="", runtimes=("runc",), cdi_files=(), hook="", image=True, **tried):
+    """A second node with these ways to the GPU; None of them tried where it lacks the image."""
+
+    def change(records):
+        probe = records[1]["probe"]
+        probe["docker"] |= {"runtimes": list(runtimes), "gpu_hook": hook, "cdi_files": list(cdi_files)}
+        probe["gpu_access"] = {"way": way, "tried": tried} if image else None
+
+    return change
+
+
+@pytest.mark.parametrize(("way", "shown"), [("gpus", "--gpus all"), ("cdi", "--device nvidia.com/gpu=all"),
+                                            ("runtime", "--runtime nvidia")])  # fmt: skip
+def test_the_way_that_a_container_took_is_told(way, shown):
+    found = findings_of("gpu-runtime", "good_tp2", access(way))
+    assert [(one.level, one.seen) for one in found][1] == (PASS, f"containers get the GPU by `{shown}`, as tried")
+
+
+def test_every_way_that_failed_is_told_with_one_fix():
+    said = {name: REFUSALS[name][1] for name in ("toolkit in CDI mode", "no CDI description", "no runtime")}
+    change = access(**dict(zip(("gpus", "cdi", "runtime"), said.values(), strict=True)))
+    found = only(findings_of("gpu-runtime", "good_tp2", change), 1, FAIL)
+    assert found.seen == (
+        "no container gets the GPU: "
+        "`--gpus all`: NVIDIA's toolkit is in CDI mode, in which its hook refuses this flag; "
+        "`--device nvidia.com/gpu=all`: no CDI description on the node has nvidia.com/gpu=all; "
+        "`--runtime nvidia`: Docker has no runtime of the name nvidia"
+    )
+    assert "nvidia-ctk cdi generate" in found.fix
+
+
+@pytest.mark.parametrize(
+    "left", [{"runtimes": ("nvidia",)}, {"hook": "/usr/bin/hook"}, {"cdi_files": ("nvidia.yaml",)}]
+)
+def test_without_the_image_no_way_is_proven(left):
+    found = only(findings_of("gpu-runtime", "good_tp2", access(image=False, **left)), 1, WARN)
+    assert "no container was tried, since glm-5.3-flash-exl3" in found.seen and "see image" in found.fix
+
+
+def test_without_the_image_and_the_toolkit_none_can_work():
+    found = only(findings_of("gpu-runtime", "good_tp2", access(image=False)), 1, FAIL)
+    assert "neither a hook nor a CDI description" in found.seen and "nvidia-ctk runtime configure" in found.fix
+
+
+def test_a_container_that_hangs_is_told():
+    def change(records):
+        probe = records[1]["probe"]
+        probe["gpu_access"], probe["errors"] = None, {"gpu_access": "`docker run --rm` gave no answer within 10 s"}
+
+    found = only(findings_of("gpu-runtime", "good_tp2", change), 1, FAIL)
+    assert "gave no answer within 10 s" in found.seen and "reboot" in found.fix
+
+
+def test_the_plan_takes_each_nodes_own_way():
+    assert preflight.gpu_ways(context("good_tp4")) == ["gpus", "cdi", "gpus", "gpus"]
+    assert preflight.gpu_ways(context("good_native")) == []
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (access(gpus=CDI_MODE), "node 1 (192.168.100.11): no container gets the GPU (`--gpus all`: NVIDIA's toolkit is in"),
+    (access(image=False), "node 1 (192.168.100.11): it is not known how containers get the GPU there: image"),
+])  # fmt: skip
+def test_no_way_is_guessed(change, said):
+    with pytest.raises(LauncherError) as refused:
+        preflight.gpu_ways(context("good_tp2", change))
+    assert str(refused.value).startswith(said)
 
 
 @pytest.mark.parametrize("limit, level", [(3003, PASS), (2900, PASS), (2200, WARN), (1400, FAIL), (None, PASS)])

@@ -353,6 +353,43 @@ def test_missing_image_is_no_error(tree, no_tools, capsys):
     assert found.errors == {}
 
 
+WAYS = {"gpus": ["--gpus", "all"], "cdi": ["--device", "x=all"], "runtime": ["--runtime", "x"]}
+TRY = """\
+case "$*" in
+image*) {image} ;;
+*--gpus*) echo 'Using requested mode' >&2; exit 125 ;;
+*--device*) {cdi} ;;
+*--runtime*) echo 'unknown or invalid runtime name: x' >&2; exit 125 ;;
+esac
+"""
+REQUEST = {"image": "name:tag", "gpu_ways": WAYS}
+
+
+def test_the_first_way_to_the_gpu_that_works_is_taken(tree, no_tools, capsys):
+    write_tool(no_tools, "docker", TRY.format(image="echo sha256:1", cdi="echo GPU 0"))
+    found = typed(look(capsys, tree, REQUEST)).gpu_access
+    assert found == facts.GpuAccess("cdi", {"gpus": "Using requested mode"})
+
+
+def test_no_way_to_the_gpu_is_no_error_and_told_for_each(tree, no_tools, capsys):
+    write_tool(no_tools, "docker", TRY.format(image="echo sha256:1", cdi="exit 3"))
+    found = typed(look(capsys, tree, REQUEST)).gpu_access
+    assert found.way == "" and list(found.tried) == list(WAYS) and found.tried["cdi"] == "exit status 3"
+
+
+def test_without_the_image_no_way_is_tried(tree, no_tools, capsys):
+    write_tool(no_tools, "docker", TRY.format(image="echo 'No such image: name:tag' >&2; exit 1", cdi="exit 3"))
+    found = typed(look(capsys, tree, REQUEST))
+    assert found.gpu_access is None and "gpu_access" not in found.errors
+
+
+def test_a_container_that_hangs_ends_the_trying(tree, no_tools, capsys, monkeypatch):
+    monkeypatch.setattr(probe, "CONTAINER_TIMEOUT_S", 0.3)
+    write_tool(no_tools, "docker", TRY.format(image="echo sha256:1", cdi="exec sleep 30"))
+    found = typed(look(capsys, tree, REQUEST))
+    assert found.errors["gpu_access"] == "`docker run --rm` gave no answer within 0.3 s"
+
+
 def test_docker_that_does_not_answer_is_told(tree, no_tools, capsys):
     write_tool(no_tools, "docker", "echo 'permission denied while trying to connect' >&2; exit 1\n")
     found = typed(look(capsys, tree, {"image": "name:tag"}))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from docker_refusals import REFUSALS
 from recorded import context
 from stub_cluster import INSIDE, an_image
 
@@ -160,6 +161,10 @@ def lost_gpu(stub, monkeypatch, tmp_path):
     return said_by(cluster_life.status, stub.config())
 
 
+def no_way_to_the_gpu(stub):
+    stub.daemon("worker", **dict(REFUSALS[name] for name in ("no toolkit", "CDI off", "no runtime")))
+
+
 def status_without_settings(stub, monkeypatch, tmp_path):
     said_by(cluster_life.start, stub.config())
     (tmp_path / ".env").write_text("HEAD_IP='\n")
@@ -300,6 +305,8 @@ PRODUCERS = {
     "while busy: stuck low": stuck_clock,
     "for this question are over": hanging_long_question,
     "tokens is left out": long_question_with_little_context,
+    "no container gets the GPU": start_after(no_way_to_the_gpu),
+    "would refuse the server's arguments": start_after(lambda stub: None, EXTRA_ARGS="--max-num-sequences 4"),
     "its container sees no GPU": lost_gpu,
     "the settings cannot be used": status_without_settings,
     "running answers repeat a short cycle": answers_in_a_loop,

@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from small_packs import STALE, draft_files, fill_cache, model_files, read_folder, write_folder
 
 from launcher.errors import Exit
-from launcher.weights import hub, meter, packs, place, record
+from launcher.weights import meter, packs, patience, place, record
 
 SHARD = "model-00002-of-00003.safetensors"
 
@@ -120,7 +120,6 @@ def test_a_list_that_fails_once_is_asked_for_again(hub_machine):
 def test_a_hub_that_does_not_answer_is_told(hub_machine, monkeypatch):
     hub_machine.publish(shards=3)
     hub_machine.hub.close()
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     done = hub_machine.call()
     assert done.code == Exit.REFUSED
     assert f"first/model: {hub_machine.hub.url} does not say what it holds (ConnectError" in done.said
@@ -128,8 +127,8 @@ def test_a_hub_that_does_not_answer_is_told(hub_machine, monkeypatch):
 
 def test_an_end_that_does_not_come_is_an_error_and_what_arrived_stays(hub_machine, monkeypatch):
     files = hub_machine.publish(shards=3)
-    monkeypatch.setattr(hub, "ATTEMPTS", 2)
-    monkeypatch.setattr(hub, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(patience, "ATTEMPTS", 2)
+    monkeypatch.setattr(patience, "FIRST_WAIT_S", 0.001)
     blob = f"/lfs/{sha256(files[SHARD])}"
     hub_machine.hub.faults = [Fault(blob, cut=20_000), Fault(blob, cut=0, times=99)]
     done = hub_machine.call()
@@ -163,7 +162,7 @@ def test_a_small_file_with_wrong_bytes_is_noticed_too(hub_machine):
 @pytest.mark.parametrize("fault", [{"wrong_at": 1_000}, {"longer": 7}], ids=["wrong", "longer"])
 def test_bytes_that_stay_wrong_never_get_their_name(hub_machine, monkeypatch, fault):
     files = hub_machine.publish(shards=3)
-    monkeypatch.setattr(hub, "ATTEMPTS", 2)
+    monkeypatch.setattr(patience, "ATTEMPTS", 2)
     hub_machine.hub.faults = [Fault(f"/lfs/{sha256(files[SHARD])}", times=99, **fault)]
     done = hub_machine.call()
     assert done.code == Exit.REFUSED and SHARD in done.said

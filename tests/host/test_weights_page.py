@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from small_packs import fill_cache, model_files, write_folder
 
 from launcher.settings import REPOSITORY
-from launcher.weights import bundle, hub, place
+from launcher.weights import bundle, patience, place
 
 PAGE = (REPOSITORY / "docs/weights.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)` \|", PAGE[PAGE.index("## When it does not work") :], re.MULTILINE)
@@ -20,8 +20,7 @@ SHARD = "model-00002-of-00002.safetensors"
 def machine(hub_machine, monkeypatch):
     hub_machine.files = hub_machine.publish(shards=2)
     hub_machine.offline = lambda: monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    monkeypatch.setattr(hub, "ATTEMPTS", 2)
+    monkeypatch.setattr(patience, "ATTEMPTS", 2)
     monkeypatch.setattr(bundle, "collect_wheels", lambda folder: folder.mkdir())
     return hub_machine
 
@@ -99,7 +98,9 @@ PRODUCERS = {
     "does not say what it holds": after(lambda machine: machine.hub.close()),
     "HF_HUB_OFFLINE is set": after(lambda machine: machine.offline()),
     "trying again in": faults(status=503, times=1),
-    "what has arrived is kept. Look at the network": faults(status=503),
+    "limits how often you may ask": faults(status=429),
+    "is busy or broken": faults(status=503),
+    "what has arrived is kept. Look at the network": faults("/lfs/", cut=0),
     "sent wrong bytes twice": faults(wrong_at=5),
     "answered with revision": faults("/resolve/", commit="f" * 40),
     "more are needed on that disk": after(small_disk),
