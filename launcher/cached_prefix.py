@@ -65,7 +65,7 @@ def ask_all(questions: Sequence[Question], door: Door) -> list[tuple[Question, A
 
 def check(question: Question, door: Door) -> list[tuple[Question, Answer]]:
     """What was asked and answered; nothing, with a note, where no answer came from the cache. Raises LauncherError."""
-    told = counters.fetch(door.host, door.port) or counters.Counters()
+    told = counters.fetch(door.host, door.port, door.api_key) or counters.Counters()
     if not counters.has_prefix_cache(told):
         console.say("Note: the prefix cache is off, so that no cached prefix was compared.")
         return []

@@ -24,6 +24,8 @@ CACHED = "cached"
 MAX_TOKENS = 512
 ANSWER_TIMEOUT_S = 180
 TOKENIZE_TIMEOUT_S = 20
+# Asked without the key, or under a name that is not the machine's.
+DOOR_PATH, STRANGE_HOST = "/version", "rebound.invalid"
 # What a wrong answer leads to, as the end of its sentence.
 AT_START = "so the server was stopped"
 IN_SERVICE = "so trust none of its answers; it still runs, keep its log for an issue and `stop` it"
@@ -160,6 +162,20 @@ def is_healthy(port: int, host: str = HOST) -> bool:
         return request(port, "GET", "/health", host=host)[0] == 200
     except (OSError, http.client.HTTPException):
         return False
+
+
+def refuse_open_door(port: int, api_key: str, host: str = HOST) -> None:
+    """Raises LauncherError where the server answers somebody whom its door has to refuse."""
+    strange = {} if api_key else {"Host": STRANGE_HOST}
+    status, _ = request(port, "GET", DOOR_PATH, headers=strange, host=host)
+    wanted = 401 if api_key else 403
+    if status != wanted:
+        who = "a request without its key" if api_key else f"a request for {STRANGE_HOST}"
+        raise LauncherError(
+            f"door: the server answered {who} with status {status}, and has to refuse it with {wanted}; its plugin is "
+            f"another than this checkout's, or another program is in front of it.",
+            Exit.SERVER,
+        )
 
 
 def count_tokens(port: int, text: str, api_key: str, host: str = HOST) -> tuple[int, int]:

@@ -211,11 +211,11 @@ def end_run(state: ClusterState, files: Files) -> None:
 
 def wait_for_helpers(state: ClusterState) -> None:
     """A launcher that was killed leaves the command that it had just given: what that starts must be seen here."""
-    given = [remote.command_for(one.node, one.unit.start) for one in state.units]
+    given = [remote.ending(one.node, one.unit.start) for one in state.units]
     deadline = time.monotonic() + HELPERS_S
     while processes.leading(given) and time.monotonic() < deadline:
         time.sleep(0.1)
-    followers = [remote.command_for(one.node, one.unit.follow) for one in state.units]
+    followers = [remote.ending(one.node, one.unit.follow) for one in state.units]
     for pid in processes.leading([*given, *followers]) if given else []:
         processes.send_group(pid, signal.SIGKILL)
 
@@ -387,11 +387,12 @@ class Run:
         with self.phase("canary", "CANARY_TIMEOUT_S"):
             limit_s = self.config["CANARY_TIMEOUT_S"]
             door = cached_prefix.Door(host, port, key, CANARY_TOKENS, limit_s, canary.AT_START)
+            canary.refuse_open_door(port, key, host)
             with clocks.sampled(watched) as samples:
                 answered = cached_prefix.ask_all(questions, door)
             refuse_bad_run(list(running_checks.check_clocks(samples)), self.config, "canary")
             if self.config["SPEC_METHOD"] != "none":
-                refuse_idle_drafts(counters.fetch(host, port) or {}, self.config["SPEC_METHOD"])
+                refuse_idle_drafts(counters.fetch(host, port, key) or {}, self.config["SPEC_METHOD"])
         return answered
 
 
@@ -532,7 +533,7 @@ def status_of(files: Files) -> Status:
     alive = bool(found) and all(unit.state == "runs" for unit in found) and not lost
     door = urlsplit(state.url)  # of what runs; the settings may have changed since
     answers = alive and canary.is_healthy(door.port, door.hostname)
-    now, silent_s = look_at_progress(door.hostname, door.port) if answers else (None, 0)
+    now, silent_s = look_at_progress(door.hostname, door.port, state.token) if answers else (None, 0)
     word = runs.STARTING
     if state.ready:
         word = runs.STUCK if silent_s else runs.READY if answers else runs.NOT_ANSWERING if alive else runs.BROKEN
@@ -573,15 +574,15 @@ def unit_status(started: StartedUnit, found: dict | None) -> UnitStatus:
     return UnitStatus(started.node.rank, started.node.address, started.unit.name, state, code)
 
 
-def look_at_progress(host: str, port: int) -> tuple[counters.Counters, int]:
+def look_at_progress(host: str, port: int, token: str) -> tuple[counters.Counters, int]:
     """(counters, seconds in which nothing moved though requests run; 0: it moves). /health is 200 also when every rank
     waits for another."""
-    before = after = counters.fetch(host, port) or counters.Counters()
+    before = after = counters.fetch(host, port, token) or counters.Counters()
     waited_s = 0
     while before.get(counters.RUNNING) and waited_s < STUCK_AFTER_S:
         time.sleep(LOOK_AGAIN_S)
         waited_s += LOOK_AGAIN_S
-        after = counters.fetch(host, port) or counters.Counters()
+        after = counters.fetch(host, port, token) or counters.Counters()
         if not counters.is_stuck(before, after):
             break
     return after, waited_s if counters.is_stuck(before, after) else 0

@@ -9,7 +9,6 @@ from launcher.cluster_life import CANARY_TOKENS, STOP, files_of, questions_of
 from launcher.cluster_state import ClusterState
 from launcher.errors import Exit, LauncherError
 from launcher.lifecycle import SOAK, print_answered
-from launcher.runner import read_environment
 
 
 def reset_cache(config) -> Exit:
@@ -65,11 +64,10 @@ def address_of(state: ClusterState) -> tuple[str, int]:
 
 
 def token_of(state: ClusterState) -> str:
-    try:
-        return read_environment(state.env_file)[service.TOKEN_NAME]
-    except (OSError, KeyError, ValueError) as error:
+    if not state.token:
         raise LauncherError(
             f"cache reset: {state.env_file or 'the state of the run'} holds no {service.TOKEN_NAME}, which a start "
-            f"writes ({type(error).__name__}); `restart` makes a new one.",
+            f"writes; `restart` makes a new one.",
             Exit.SERVER,
-        ) from error
+        )
+    return state.token

@@ -16,6 +16,8 @@ from launcher.commands import REPOSITORY, Unit
 from launcher.config import shortened
 from launcher.errors import Exit, LauncherError
 from launcher.remote import Node
+from launcher.runner import read_environment
+from launcher.service import TOKEN_NAME
 from launcher.state import Process, this_process
 
 
@@ -48,6 +50,14 @@ class ClusterState:
     def is_broken_off(self) -> bool:
         """A start, a stop or a soak whose launcher ended before it was over."""
         return not self.ready and self.launcher.is_gone
+
+    @property
+    def token(self) -> str:
+        """For the server's own routes, and for all that the API key opens; empty where none is on record."""
+        try:
+            return read_environment(self.env_file).get(TOKEN_NAME, "")
+        except (OSError, ValueError):
+            return ""
 
     def entered(self, phase: str, *, ready: bool = False) -> ClusterState:
         return replace(self, phase=phase, ready=ready, since=time.time() if ready else self.since)

@@ -45,10 +45,10 @@ class Counters(dict[str, float]):
         return next((labels for found, labels, _ in self.samples if found == name), {})
 
 
-def fetch(host: str, port: int) -> Counters | None:
-    """None where the server does not tell."""
+def fetch(host: str, port: int, key: str) -> Counters | None:
+    """None where the server does not tell. `key`: the API key or the start's token; a keyless server needs none."""
     try:
-        code, body = canary.request(port, "GET", "/metrics", host=host)
+        code, body = canary.request(port, "GET", "/metrics", headers=canary.headers_with(key), host=host)
     except (OSError, http.client.HTTPException):
         return None
     return Counters(body.decode(errors="replace")) if code == 200 else None

@@ -145,6 +145,7 @@ def bring_up(values, plan: plans.Plan, state_file: StateFile, questions) -> tupl
         servers.wait_until_ready(server, plan, log, entered)
         entered("canary")
         with console.phase("canary"):
+            canary.refuse_open_door(plan.port, str(values["api_key"]))
             answered = canary.check_answers(plan.port, questions, values["api_key"])
         state = replace(state, phase="ready", ready=True, since=time.time())
         state_file.write(state)
@@ -268,12 +269,13 @@ def status_of(state_file: StateFile) -> Status:
         return Status(runs.NOT_RUNNING)
     if state.phase == SOAK:
         return Status(runs.SOAK, phase=SOAK, since=state.since, pid=state.main_process.pid, log=state.log)
-    answers = state.ready and answers_with_model(state.port)
+    token = state_file.read_token()
+    answers = state.ready and answers_with_model(state.port, token)
     return Status(
         (runs.READY if answers else runs.NOT_ANSWERING) if state.ready else runs.STARTING,
         phase=state.phase, since=state.since, url=f"http://{HOST}:{state.port}/v1", model=state.model,
         pid=state.main_process.pid, log=state.log,
-        counters=(counters.fetch(HOST, state.port) or counters.Counters()) if answers else None,
+        counters=(counters.fetch(HOST, state.port, token) or counters.Counters()) if answers else None,
     )  # fmt: skip
 
 
@@ -287,12 +289,12 @@ def broken_off_status(state: State) -> Status:
     )  # fmt: skip
 
 
-def answers_with_model(port: int) -> bool:
-    """Whether the server is healthy and offers our model id (a key may guard the list: then health decides)."""
+def answers_with_model(port: int, token: str) -> bool:
+    """Whether the server is healthy and offers our model id."""
     if not canary.is_healthy(port):
         return False
-    code, body = canary.request(port, "GET", "/v1/models")
-    return code == 401 or (code == 200 and MODEL_ID in [entry["id"] for entry in json.loads(body)["data"]])
+    code, body = canary.request(port, "GET", "/v1/models", headers=canary.headers_with(token))
+    return code == 200 and MODEL_ID in [entry["id"] for entry in json.loads(body)["data"]]
 
 
 def reset_cache(values: Mapping[str, object]) -> Exit:

@@ -64,16 +64,15 @@ def start_recorded(argv: Sequence[str], record: Callable[[int], None], **how) ->
     return child
 
 
-def leading(commands: Sequence[Sequence[bytes]]) -> list[int]:
-    """Living leaders of a session that run one of these commands, by whatever interpreter.
+def leading(endings: Sequence[bytes]) -> list[int]:
+    """Living leaders of a session whose command line in /proc ends so (remote.ending), by whatever interpreter.
 
     So the launcher starts its own helpers (remote.py); what the user typed, or what a helper left behind, leads none.
     """
-    endings = tuple(b"\0" + b"\0".join([*command[1:], b""]) for command in commands)
     found = []
     for entry in PROC.iterdir():
         fields = stat_fields(int(entry.name)) if entry.name.isdigit() else None
-        if fields and fields[0] != "Z" and fields[3] == entry.name and command_line(entry).endswith(endings):
+        if fields and fields[0] != "Z" and fields[3] == entry.name and command_line(entry).endswith(tuple(endings)):
             found.append(int(entry.name))
     return found
 

@@ -175,6 +175,13 @@ class Call:
         return Result(code, answer, said, output.noise, unreached=code != TIMED_OUT or not output.began)
 
 
+def ending(node: Node, argv: Sequence[str]) -> bytes:
+    """How the command line of any call of this command ends in /proc, whatever its mark."""
+    if node.is_here:
+        return b"".join(b"\0" + word for word in Call.to(node, argv).command[1:]) + b"\0"
+    return b" " + framing.word(quoted(argv)) + b"\0"
+
+
 def no_answer(code: int, noise: bytes) -> bytes:
     said = framing.shown(noise)
     what = f'said "{said}"' if said else f"ended with exit status {code}"

@@ -24,7 +24,7 @@ def reset_cache(host: str, port: int, token: str) -> None:
     deadline = time.monotonic() + WAIT_S
     with console.phase("cache reset") as progress:
         while not is_emptied(host, port, token):
-            running = (counters.fetch(host, port) or counters.Counters()).of(counters.RUNNING)
+            running = (counters.fetch(host, port, token) or counters.Counters()).of(counters.RUNNING)
             if time.monotonic() > deadline:
                 raise LauncherError(
                     f"cache reset: nothing was emptied, since requests were running for {WAIT_S} s ({running:.0f} "

@@ -170,7 +170,7 @@ def edges_of(host: str, port: int, key: str) -> dict[str, int]:
     try:
         code, body = canary.request(port, "GET", "/v1/models", headers=canary.headers_with(key), host=host)
         longest = json.loads(body)["data"][0]["max_model_len"] if code == 200 else 0
-        block = counters.block_tokens(counters.fetch(host, port) or counters.Counters())
+        block = counters.block_tokens(counters.fetch(host, port, key) or counters.Counters())
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise LauncherError(f"soak: the server does not answer ({error}); `{console.program()} status` tells more.",
                             Exit.SERVER) from error  # fmt: skip

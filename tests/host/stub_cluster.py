@@ -10,7 +10,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from launcher import cluster_life, cluster_state, config, gpu_ways, preflight, service, topology
+from launcher import canary, cluster_life, cluster_state, config, gpu_ways, preflight, service, topology
 from launcher.canary import read_questions
 from launcher.cluster_state import ClusterState
 from launcher.content_checks import MACHINES
@@ -168,6 +168,7 @@ INSIDE = {
 class Api(BaseHTTPRequestHandler):
     answers: dict[str, str] = {}  # noqa: RUF012 - set once by the fixture
     damaged = False
+    is_open = False  # to everyone
     delay_s = 0.0
     counters = ""
     longest = 2048
@@ -183,6 +184,10 @@ class Api(BaseHTTPRequestHandler):
     asked: list[str] = []  # noqa: RUF012 - what was to be counted, of all tests
 
     def do_GET(self) -> None:
+        if self.path == canary.DOOR_PATH:
+            refused = 403 if self.headers["Host"] == canary.STRANGE_HOST else 401
+            self.reply("{}", 200 if self.is_open else refused)
+            return
         self.reply(self.counters if self.path == "/metrics" else "{}")
 
     def do_POST(self) -> None:

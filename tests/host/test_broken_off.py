@@ -210,6 +210,8 @@ worker = subprocess.Popen(["sleep", "60"])
 class LocalApi(Api):
     answers, delay_s = expected_answers(), 60 * (end == "canary")
     def do_GET(self):
+        if self.path == "/version":
+            return super().do_GET()
         self.reply('{{"data": [{{"id": "GLM-5.3-Flash-EXL3"}}]}}')
 try:
     if end not in ("", "canary"):

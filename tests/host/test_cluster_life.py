@@ -132,6 +132,14 @@ def test_a_wrong_answer_ends_the_start(cluster_stub):
     assert cluster_stub.running == set()
 
 
+@pytest.mark.parametrize("key, asked", [("", "a request for rebound.invalid"), ("sk-x", "a request without its key")])
+def test_a_server_that_lets_everyone_in_ends_the_start(cluster_stub, key, asked):
+    cluster_stub.api.is_open = True
+    with pytest.raises(LauncherError, match=f"door: the server answered {asked} with status 200"):
+        cluster_life.start(cluster_stub.config(VLLM_API_KEY=key, BIND="127.0.0.1"))
+    assert cluster_stub.running == set()
+
+
 def test_an_engine_that_does_not_answer_ends_the_start_in_its_time(cluster_stub):
     cluster_stub.api.delay_s = 30
     began = time.monotonic()

@@ -21,7 +21,7 @@ def post(server: Launch, path: str, body: dict | None = None, token: str = "") -
 
 
 def counted(server: Launch) -> counters.Counters:
-    return counters.fetch(HOST, server.port)
+    return counters.fetch(HOST, server.port, token_of(server))
 
 
 def token_of(server: Launch) -> str:
