@@ -106,11 +106,10 @@ def hub_machine(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def loopback_node(tmp_path_factory):
-    from loopback import Loopback, unavailable
+def loopback_node(tmp_path_factory, need):
+    from loopback import NEEDS, Loopback
 
-    if why := unavailable():
-        pytest.fail(why)
+    need(*NEEDS)
     loopback = Loopback(tmp_path_factory.mktemp("loopback"))
     yield loopback
     loopback.close()

@@ -17,9 +17,8 @@ from launcher.weights import place, record
 
 CLONE_NEWNS = 0x20000
 SHARD = "model-00001-of-00003.safetensors"
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: needs root")
-can_mount = os.geteuid() == 0 and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
-needs_mounts = pytest.mark.skipif(not can_mount, reason="mounts: needs root with that right")
+needs_root = pytest.mark.needs("root")
+needs_mounts = pytest.mark.needs("root", "namespaces", "mount")
 
 
 def mount(*steps: tuple[str, ...]) -> None:

@@ -1,0 +1,104 @@
+"""What all suites share: tests that the machine cannot run are skipped and told, the others run side by side."""
+
+import functools
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import needs
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+TESTS = Path(__file__).parent
+MOST_WORKERS = 4
+WORKER_BYTES = 5 << 30  # with the engines that its tests start
+
+# What runs as one piece, as its tests share something that is dear to make: a suite, or else a file.
+SHARED = ("tests/image", "tests/local")
+# What takes longest begins first, so that no worker is left alone with it at the end.
+FIRST = ("tests/local", "tests/image")
+
+
+def pytest_addoption(parser):
+    told = "Fail, rather than skip, where the machine lacks what a test needs; for CI."
+    parser.addoption("--complete", action="store_true", help=told)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "needs(*names): rows of tests/needs.py without which the test cannot run")
+    # What a script starts in the background (nohup, &) inherits that Ctrl-C is ignored, and so would every process
+    # that a test starts and interrupts.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# What the machine lacks
+
+
+def pytest_runtest_setup(item):
+    require(item.config, *(name for mark in item.iter_markers("needs") for name in mark.args))
+
+
+@pytest.fixture(scope="session")
+def need(pytestconfig):
+    """For fixtures: `need("sshd", ...)`, as the mark `needs` for tests."""
+    return functools.partial(require, pytestconfig)
+
+
+def require(config, *names):
+    """Skips the test, or fails it where all have to run."""
+    if why := needs.reason(*names):
+        pytest.fail(why, pytrace=False) if config.getoption("complete") else pytest.skip(why)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    """The last line but pytest's own says what did not run, and why."""
+    yield
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        told = "; ".join(f"{count} for {why}" for why, count in reasons.most_common())
+        terminalreporter.write_line(f"Not tested: {told}", yellow=True)
+
+
+# Side by side
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Workers for `-n auto`; 0 runs the tests in this process: one file, or output that is to be seen (-s)."""
+    is_one_file = len(config.args) == 1 and ".py" in config.args[0]
+    if is_one_file or config.option.capture == "no" or config.option.collectonly:
+        return 0
+    free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) << 10
+    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)), free // WORKER_BYTES)
+    return workers if workers > 1 else 0
+
+
+class Pieces(LoadScopeScheduling):
+    """Gives every worker one piece after the other, in the order of collection."""
+
+    def __init__(self, config, log):
+        super().__init__(config, log)
+        config.option.loadscopereorder = False
+
+    def _split_scope(self, nodeid):
+        return piece(nodeid)
+
+
+def piece(nodeid):
+    file = nodeid.partition("::")[0]
+    return next((shared for shared in SHARED if file.startswith(shared)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return Pieces(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    names = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: names.get(piece(item.nodeid), len(names)))
