@@ -24,6 +24,7 @@ PASSED_ON = re.compile(r"PIP_|SSL_|(HTTPS?|NO)_PROXY$|LANG$", re.IGNORECASE)
 APART = ("unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
 ENTER = """
 root=$1; shift
+mount --bind "$root" "$root"  # what is no mount has no propagation to change, as unshare does
 mount --rbind /dev "$root/dev"
 mount -t proc proc "$root/proc"
 mount -t sysfs sysfs "$root/sys"
@@ -41,12 +42,14 @@ def make_root(root: Path, packages: list[str]) -> None:
 
 
 def copy_checkout(root: Path) -> None:
-    """As git would clone it, with what is not committed yet."""
+    """As git would clone it, with what is not committed yet; environments that an earlier run made stay."""
     names = subprocess.run(
         ["git", "-C", REPOSITORY, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
     target = root / CHECKOUT.relative_to("/")
+    for old in (*target.glob("[!.]*"), *target.glob(".[!v]*")):
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
     for name in filter(None, names.split("\0")):
         if (REPOSITORY / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)

@@ -14,10 +14,15 @@ TESTS = Path(__file__).parent
 MOST_WORKERS = 4
 WORKER_BYTES = 5 << 30  # with the engines that its tests start
 
-# What runs as one piece, as its tests share something that is dear to make: a suite, or else a file.
-SHARED = ("tests/image", "tests/local")
-# What takes longest begins first, so that no worker is left alone with it at the end.
-FIRST = ("tests/local", "tests/image")
+# Before anything imports torch: threads of several workers that wait for each other on the same cores cost several
+# times what one thread of each takes.
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
+
+# A worker takes a file whole, for what its tests share; but these test by test, and these suites whole.
+ALONE = ("tests/local/test_local_lifecycle.py",)
+LONG = ("tests/image", "tests/local/test_local_lifecycle.py", "tests/local")
+TOGETHER = ("tests/local", "tests/image")
 
 
 def pytest_addoption(parser):
@@ -90,7 +95,7 @@ class Pieces(LoadScopeScheduling):
 
 def piece(nodeid):
     file = nodeid.partition("::")[0]
-    return next((shared for shared in SHARED if file.startswith(shared)), file)
+    return nodeid if file in ALONE else next((suite for suite in TOGETHER if file.startswith(suite)), file)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -100,5 +105,5 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    names = {name: number for number, name in enumerate(FIRST)}
-    items.sort(key=lambda item: names.get(piece(item.nodeid), len(names)))
+    """What takes longest begins first, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: next((i for i, long in enumerate(LONG) if item.nodeid.startswith(long)), len(LONG)))
