@@ -64,7 +64,7 @@ def pytest_terminal_summary(terminalreporter):
     skipped = terminalreporter.stats.get("skipped", ())
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     if reasons:
-        told = "; ".join(f"{count} for {why}" for why, count in reasons.most_common())
+        told = "; ".join(f"{count}, {why}" for why, count in reasons.most_common())
         terminalreporter.write_line(f"Not tested: {told}", yellow=True)
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 
 SYSTEM_FOLDERS = "/usr/sbin:/sbin"  # where a user's PATH does not lead
@@ -43,6 +44,16 @@ def may_make_namespaces():
     return os.geteuid() == 0 and bool(find("unshare")) and works([*namespaces, "mount", "-t", "tmpfs", "none", "/mnt"])
 
 
+def has_temporary_disk():
+    """Not in memory, as /tmp is on many systems: what lies there is never out of the page cache."""
+    folder = os.path.realpath(tempfile.gettempdir())
+    with open("/proc/mounts") as mounts:
+        kinds = {place: kind for _, place, kind, *_ in map(str.split, mounts)}
+    while folder not in kinds:
+        folder = os.path.dirname(folder)
+    return kinds[folder] not in ("tmpfs", "ramfs")
+
+
 def works(command):
     return run(command).returncode == 0
 
@@ -55,6 +66,7 @@ RIGHTS = {
     "Python's ensurepip": lambda: importlib.util.find_spec("ensurepip") is not None,
     "root": lambda: os.geteuid() == 0,
     "namespaces": may_make_namespaces,
+    "TMPDIR on a disk": has_temporary_disk,
 }
 
 NEEDS = {
@@ -79,6 +91,7 @@ NEEDS = {
         Need(DEBIAN_KEYS, "debian-archive-keyring", ("image",)),
         Need("root", "", ("host", "cluster", "image")),
         Need("namespaces", "", ("host", "cluster", "image")),
+        Need("TMPDIR on a disk", "", ("host",)),
     )
 }
 

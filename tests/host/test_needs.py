@@ -95,7 +95,7 @@ def test_what_is_missing_is_skipped_and_told_last_but_in_ci(flags, code):
     assert done.returncode == code, done.stdout
     *_, told, closing = done.stdout.strip().splitlines()
     assert "missing: ip (Debian: iproute2)" in done.stdout
-    assert ("1 skipped" in closing and told == "Not tested: 1 for missing: ip (Debian: iproute2)") == (code == 0)
+    assert ("1 skipped" in closing and told == "Not tested: 1, missing: ip (Debian: iproute2)") == (code == 0)
 
 
 def test_ctrl_c_is_heard_by_what_tests_start_in_the_background():
