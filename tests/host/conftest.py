@@ -70,6 +70,7 @@ def pretended_cluster(folder, port):
     made = Cluster(folder, port)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", made.path)
+        patch.setenv("HOME", str(made.home))
         patch.setattr(watch, "WATCH_EVERY_S", 0.1)
         patch.setattr(cluster_life, "POLL_S", 0.05)
         yield made

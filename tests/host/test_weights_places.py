@@ -126,7 +126,8 @@ def become_nobody(url: str) -> None:
 
 @pytest.fixture
 def open_root(hub_machine):
-    """The machine below a folder that every user may enter."""
+    """The machine below a folder that every user may enter, made by a root whose umask lets them."""
+    umask = os.umask(0o022)
     root = Path(tempfile.mkdtemp())
     os.chmod(root, 0o777)
     hub_machine.root = root
@@ -134,6 +135,7 @@ def open_root(hub_machine):
     hub_machine.home.mkdir()
     hub_machine.settings["MODEL_DIR"] = str(hub_machine.model)
     yield hub_machine
+    os.umask(umask)
     shutil.rmtree(root)
 
 
