@@ -11,7 +11,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TESTS = Path(__file__).parent
-MOST_WORKERS = 4
+MOST_WORKERS = 5
 WORKER_BYTES = 5 << 30  # with the engines that its tests start
 
 # Before anything imports torch: threads of several workers that wait for each other on the same cores cost several
@@ -21,8 +21,14 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 
 # A worker takes a file whole, for what its tests share; but these test by test, and these suites whole.
 ALONE = ("tests/local/test_local_lifecycle.py",)
-LONG = ("tests/image", "tests/local/test_local_lifecycle.py", "tests/local")
 TOGETHER = ("tests/local", "tests/image")
+# These take longest, so they begin first: no worker is left alone with one of them at the end.
+LONG = (
+    "tests/cluster/test_cluster_start.py", "tests/local/test_local_lifecycle.py", "tests/image", "tests/local",
+    "tests/plugin/test_exl3_engine.py", "tests/plugin/test_cpu_engine.py", "tests/host/test_weights_sync.py",
+    "tests/host/test_cluster_life.py", "tests/soak/test_cpu_soak.py", "tests/plugin/test_cpu_overrides.py",
+    "tests/host/test_troubleshooting.py", "tests/tools/test_encoder.py", "tests/host/test_weights_kills.py",
+)  # fmt: skip
 
 
 def pytest_addoption(parser):
@@ -78,7 +84,8 @@ def pytest_xdist_auto_num_workers(config):
     if is_one_file or config.option.capture == "no" or config.option.collectonly:
         return 0
     free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) << 10
-    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)), free // WORKER_BYTES)
+    # One more than cores: what waits for another process, a disk or a clock leaves its core to the others.
+    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)) + 1, free // WORKER_BYTES)
     return workers if workers > 1 else 0
 
 
@@ -105,5 +112,4 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """What takes longest begins first, so that no worker is left alone with it at the end."""
     items.sort(key=lambda item: next((i for i, long in enumerate(LONG) if item.nodeid.startswith(long)), len(LONG)))
