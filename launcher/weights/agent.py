@@ -53,7 +53,7 @@ class Step:
         if not self.total:
             return self.doing
         rate = self.done / max(time.monotonic() - self.began, 0.001)
-        left = f", {spoken_time((self.total - self.done) / rate)} left" if self.done else ""
+        left = f", {spoken_time((self.total - self.done) / rate)} left" if rate else ""
         return f"{self.doing} {spoken(self.done)} of {spoken(self.total)}, {spoken(rate)}/s{left}"
 
 
@@ -165,11 +165,15 @@ def start_here(argv: Sequence[str]) -> subprocess.Popen:
 
 def rsync(node: Node, source: Path, folder: str, work: str) -> list[str]:
     """Reads names, each ended by a NUL, from its input. All are sent, whatever size and time say, as differences to
-    what is there. The receiver holds the folder's lock, and whoever is killed here takes his rsync along."""
+    what is there. The receiver holds the folder's lock, and whoever is killed here takes his rsync along.
+
+    The folder of what was broken off is named from the target's: Debian's and Ubuntu's rsync 3.2.7, since its security
+    fixes, opens nothing under another name, and then takes for damaged what it goes on with.
+    """
     return [
         "setpriv", "--pdeathsig", "KILL", "--",
         "rsync", "--files-from=-", "--from0", "--copy-links", "--times", "--chmod=D755,F644", "--perms",
-        "--ignore-times", f"--temp-dir={work}", f"--partial-dir={work}/partial",
+        "--ignore-times", f"--temp-dir={work}", f"--partial-dir={os.path.relpath(work, folder)}/partial",
         "--info=progress2", "--no-human-readable", "--outbuf=N",
         "-s",  # no shell reads the paths; its long name is another one in older versions
         f"--rsync-path={remote.quoted(['flock', '--shared', f'{work}/lock', 'rsync']).decode()}",

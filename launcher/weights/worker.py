@@ -88,8 +88,15 @@ class Folder:
 
     def room(self):
         disk = os.statvfs(str(self.path))
-        partial = sum(path.stat().st_size for path in (self.work / PARTIAL).iterdir() if path.is_file())
+        partial = sum(path.stat().st_size for path in self.kept() if path.is_file())
         return {"free_bytes": disk.f_bavail * disk.f_frsize, "partial_bytes": partial}
+
+    def kept(self):
+        """Beginnings of files, from which rsync goes on. It takes their folder away when it has used the last one."""
+        try:
+            return list((self.work / PARTIAL).iterdir())
+        except FileNotFoundError:
+            return []
 
     def take_lock(self):
         deadline = time.monotonic() + LOCK_WAIT_S
@@ -137,7 +144,7 @@ class Folder:
 
     def let_go(self, names):
         """What has arrived goes to the disk and out of the page cache, so that the cache stays small all the while."""
-        arrived = [path for path in (*self.work.iterdir(), *(self.work / PARTIAL).iterdir()) if path.name != LOCK]
+        arrived = [path for path in (*self.work.iterdir(), *self.kept()) if path.name != LOCK]
         for path in (*arrived, *(self.path / name for name in names)):
             try:
                 descriptor = os.open(str(path), os.O_RDONLY | os.O_NOFOLLOW)
@@ -186,7 +193,7 @@ class Folder:
             self.close()
 
     def arrived(self):
-        return [path for path in (*self.work.iterdir(), *(self.work / PARTIAL).iterdir())
+        return [path for path in (*self.work.iterdir(), *self.kept())
                 if path.is_file() and path.name != LOCK and not path.name.startswith("nonce-")]  # fmt: skip
 
 

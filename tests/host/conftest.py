@@ -70,6 +70,7 @@ def pretended_cluster(folder, port):
     made = Cluster(folder, port)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", made.path)
+        patch.setenv("HOME", str(made.home))
         patch.setattr(watch, "WATCH_EVERY_S", 0.1)
         patch.setattr(cluster_life, "POLL_S", 0.05)
         yield made
@@ -106,11 +107,10 @@ def hub_machine(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def loopback_node(tmp_path_factory):
-    from loopback import Loopback, unavailable
+def loopback_node(tmp_path_factory, need):
+    from loopback import NEEDS, Loopback
 
-    if why := unavailable():
-        pytest.fail(why)
+    need(*NEEDS)
     loopback = Loopback(tmp_path_factory.mktemp("loopback"))
     yield loopback
     loopback.close()

@@ -16,16 +16,10 @@ from launcher import config, topology
 from launcher.weights import hashing, record
 from launcher.weights.record import FileEntry, FileStat, Manifest, Verified
 
-PACKAGES = ("openssh-server", "openssh-client", "rsync", "util-linux")
-PROGRAMS = ("/usr/sbin/sshd", "ssh", "ssh-keygen", "rsync", "flock", "setpriv")
+NEEDS = ("sshd", "ssh", "rsync", "setpriv")
 BUFFER_BYTES = 16 << 10
 MIB = 1 << 20
 REVISION = "1" * 40
-
-
-def unavailable() -> str:
-    missing = [program for program in PROGRAMS if not shutil.which(program)]
-    return f"missing {', '.join(missing)}: apt-get install {' '.join(PACKAGES)}" if missing else ""
 
 
 class Link:

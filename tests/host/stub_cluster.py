@@ -249,6 +249,8 @@ class Cluster:
     def __init__(self, folder: Path, port: int) -> None:
         self.books, self.port, self.run_dir = folder / "books", port, folder / "run"
         (self.books / "running").mkdir(parents=True)
+        self.home = self.books / "head-home"
+        self.home.mkdir()
         (self.books / "worker-home").mkdir()
         (self.books / "server.log").write_text(READY_LOG.read_text().replace("quantization=None", "quantization=exl3"))
         (self.books / "log").write_text(str(self.run_dir / "exl3-tp2-rank0" / "log"))

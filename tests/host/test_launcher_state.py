@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -143,3 +144,20 @@ def test_logs_of_nothing_and_of_something(values, state_file, capsys):
     (values["run_dir"] / "local.log").write_text("one\ntwo\n")
     assert lifecycle.logs(values, follow=True) == Exit.OK
     assert capsys.readouterr().out == "one\ntwo\n"
+
+
+@pytest.fixture
+def as_in_the_background():
+    """As `nohup ... &` in a script leaves it: both signals are ignored from the beginning."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_start_in_the_background_hears_ctrl_c_and_lives_on_when_the_terminal_closes(as_in_the_background):
+    with pytest.raises(lifecycle.Interrupted), lifecycle.signals_interrupt():
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+    assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -484,9 +484,8 @@ def test_probe_runs_as_it_is_sent(sent):
     assert seconds < 3  # much less on an idle machine
 
 
+@pytest.mark.needs("ip")
 def test_addresses_are_the_same_with_and_without_iproute2():
-    if not shutil.which("ip"):
-        pytest.skip("no iproute2 here")
     text = probe.tool(["ip", "-j", "addr"])
     assert probe.addresses_of_kernel() == probe.addresses_of_ip(text)
 

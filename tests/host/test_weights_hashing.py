@@ -54,6 +54,7 @@ def test_a_file_that_is_written_to_meanwhile_has_no_digest(tmp_path):
         hashing.hash_files([path], 1, append_once)
 
 
+@pytest.mark.needs("TMPDIR on a disk")
 def test_no_page_stays_behind(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(os.urandom(48 * MIB))  # dirty pages, too: only what is on the disk can be dropped
@@ -66,6 +67,7 @@ def test_no_page_stays_behind(tmp_path):
     assert resident_bytes(path) <= MIB
 
 
+@pytest.mark.needs("TMPDIR on a disk")
 def test_pages_are_dropped_while_a_file_is_read(tmp_path):
     (path,) = sparse(tmp_path, 1, 256 * MIB)
     most = []

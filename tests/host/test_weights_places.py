@@ -17,9 +17,8 @@ from launcher.weights import place, record
 
 CLONE_NEWNS = 0x20000
 SHARD = "model-00001-of-00003.safetensors"
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: needs root")
-can_mount = os.geteuid() == 0 and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
-needs_mounts = pytest.mark.skipif(not can_mount, reason="mounts: needs root with that right")
+needs_root = pytest.mark.needs("root")
+needs_mounts = pytest.mark.needs("root", "namespaces", "mount")
 
 
 def mount(*steps: tuple[str, ...]) -> None:
@@ -127,7 +126,8 @@ def become_nobody(url: str) -> None:
 
 @pytest.fixture
 def open_root(hub_machine):
-    """The machine below a folder that every user may enter."""
+    """The machine below a folder that every user may enter, made by a root whose umask lets them."""
+    umask = os.umask(0o022)
     root = Path(tempfile.mkdtemp())
     os.chmod(root, 0o777)
     hub_machine.root = root
@@ -135,6 +135,7 @@ def open_root(hub_machine):
     hub_machine.home.mkdir()
     hub_machine.settings["MODEL_DIR"] = str(hub_machine.model)
     yield hub_machine
+    os.umask(umask)
     shutil.rmtree(root)
 
 

@@ -83,10 +83,9 @@ BOOK = '#!/bin/sh\necho "$0 $*" >> {calls}\n'
 
 
 @pytest.fixture
-def stand_ins(pair, tmp_path, monkeypatch):
+def stand_ins(pair, tmp_path, monkeypatch, need):
     """Programs of NFS that keep books; to mount is to bind, which this machine can do for itself."""
-    if os.geteuid() != 0:
-        pytest.fail("to mount needs root")
+    need("root", "namespaces", "mount")
     calls = tmp_path / "calls"
     calls.touch()
     programs = {pair.folder / "bin/exportfs": BOOK, pair.folder / "worker-bin/mount": MOUNT,

@@ -48,6 +48,7 @@ def assert_equal(node, folder: str = "model") -> None:
     assert not (there / ".exl3-sync").exists()
 
 
+@pytest.mark.needs("TMPDIR on a disk")
 def test_a_worker_gets_what_the_head_verified_and_proves_it(pair):
     verified = fill(pair.head / "model")
     shards = [pair.head / "model" / entry.name for entry in verified.manifest.files]
@@ -301,10 +302,9 @@ def test_a_node_without_rsync_is_named(pair, monkeypatch):
 
 
 @pytest.fixture
-def disk(pair):
+def disk(pair, need):
     """A small disk where the worker's weights belong."""
-    if os.geteuid() != 0:
-        pytest.fail("a small disk needs root")
+    need("root", "namespaces", "mount")
     place = pair.worker / "model"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], check=True)
@@ -434,6 +434,7 @@ def test_what_a_killed_rsync_left_is_where_the_next_one_looks(tmp_path):
     assert not (tmp_path / ".exl3-sync").exists()
 
 
+@pytest.mark.needs("TMPDIR on a disk")
 def test_the_page_cache_stays_small_on_both_ends_while_it_copies(pair, monkeypatch):
     """Else 164 GiB of pages would go through the memory that a Spark's GPU needs."""
     monkeypatch.setattr(sync, "LET_GO_S", 0.2)

@@ -20,7 +20,6 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 SITE = Path("usr/local/lib/python3.11/dist-packages")
 SUITE, MIRROR = "bookworm", "http://deb.debian.org/debian"
-PROGRAMS = ("buildah", "debootstrap", "dpkg-deb", "cc")
 # Of Debian's packages what nothing here reads.
 UNUSED = ("var/cache/apt", "var/lib/apt", "debootstrap", "usr/share/doc", "usr/share/locale", "usr/share/man",
           "usr/share/zoneinfo", "usr/lib/x86_64-linux-gnu/gconv", "usr/lib/x86_64-linux-gnu/perl-base")  # fmt: skip
@@ -52,14 +51,6 @@ ops = Operators()
 """
 
 KERNELS = 'const char *operators = "{operators}";\nconst unsigned char code[] = {{{code}}};\n'
-
-
-def unavailable() -> str:
-    """Why no image can be built here; empty if it can."""
-    if os.geteuid() != 0:
-        return "image tests need root"
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
-    return f"image tests need {', '.join(missing)}" if missing else ""
 
 
 # The root file system

@@ -1,5 +1,6 @@
 """The real server, started as a user starts it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,11 @@ from launcher import canary
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("caches")
+    """One folder for all workers of a run."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    run = tmp_path_factory.getbasetemp().parent if is_worker else tmp_path_factory.getbasetemp()
+    (run / "caches").mkdir(exist_ok=True)
+    return run / "caches"
 
 
 @pytest.fixture

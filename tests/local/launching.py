@@ -60,3 +60,7 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]

@@ -10,7 +10,7 @@ import subprocess
 import time
 
 import pytest
-from launching import MODEL, START_TIMEOUT_S, Launch
+from launching import MODEL, START_TIMEOUT_S, Launch, last_line
 from openai import AuthenticationError, OpenAI
 
 from launcher import canary, checkpoint, service
@@ -18,10 +18,6 @@ from launcher.errors import Exit
 from launcher.settings import MODEL_ID
 
 KEY = "sk-local-test-key"
-
-
-def last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]
 
 
 def wait_for(condition, what: str, process: subprocess.Popen) -> None:
@@ -45,47 +41,6 @@ def in_foreground(one: Launch, **environment: str) -> subprocess.Popen:
         text=True,
         env={**os.environ, **environment},
     )
-
-
-def test_second_start_says_where_the_first_runs(server):
-    before = server.processes()
-    second = server.run("start", "--detach")
-    assert second.returncode == Exit.BUSY
-    assert f"Already running on http://127.0.0.1:{server.port}" in last_line(second.stderr)
-    assert server.processes() == before
-
-
-def test_port_of_a_running_server_is_refused_elsewhere(server, tmp_path):
-    other = Launch(server.port, tmp_path / "run")
-    refused = other.run("start", "--detach")
-    assert refused.returncode == Exit.REFUSED
-    assert f"port: 127.0.0.1:{server.port} is taken by" in last_line(refused.stderr)
-    assert other.leaves_nothing()
-
-
-def test_status_tells_what_runs(server):
-    status = server.run("status")
-    assert status.returncode == 0
-    rows = dict(line.split(":", 1) for line in status.stdout.splitlines())
-    rows = {name: value.strip() for name, value in rows.items()}
-    assert (rows["status"], rows["phase"], rows["answers"], rows["model id"]) == ("ready", "ready", "yes", MODEL_ID)
-    assert rows["address"] == f"http://127.0.0.1:{server.port}/v1"
-    assert rows["model"] == str(MODEL)
-
-
-def test_status_tells_programs_the_same(server):
-    found = json.loads(server.run("status", "--json").stdout)
-    assert (found["schema"], found["status"], found["error"], found["answers"]) == ("status", "ready", None, True)
-    assert found["url"] == f"http://127.0.0.1:{server.port}/v1" and found["model"] == str(MODEL)
-    assert found["counters"]["tokens_written"] > 0 and found["counters"]["prefix_cache"] is None
-    assert found["counters"]["loops"]["answers_ended"] > 0
-
-
-def test_logs_prints_the_servers_log(server):
-    logs = server.run("logs")
-    assert logs.returncode == 0
-    assert "Application startup complete" in logs.stdout
-    assert "quantization=exl3" in logs.stdout
 
 
 def workers(one: Launch) -> int:
@@ -143,7 +98,7 @@ def test_killed_engine_ends_the_foreground_with_a_reason(launch):
     wait_for(lambda: phase_of(one) == "ready", "readiness", process)
     assert workers(one) == 2
     (engine,) = [line.split()[0] for line in one.processes() if "EngineCor" in line]
-    subprocess.run(["kill", "-9", engine], check=True)
+    os.kill(int(engine), signal.SIGKILL)
     _, errors = process.communicate(timeout=90)
     assert process.returncode == Exit.SERVER
     assert "server: died" in last_line(errors) and "local.log" in last_line(errors)

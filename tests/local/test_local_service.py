@@ -1,9 +1,9 @@
-"""The running server's counters, its loops, its cache and its canary, as its owner meets them."""
+"""The running server as its owner meets it: status, log, a second start, counters, loops, cache, canary."""
 
 import json
 
 import pytest
-from launching import Launch
+from launching import MODEL, Launch, last_line
 
 from launcher import canary, counters, service
 from launcher.errors import Exit
@@ -14,6 +14,47 @@ from launcher.state import StateFile
 DEVELOPER_ROUTES = ("/reset_prefix_cache", "/reset_mm_cache", "/collective_rpc", "/sleep", "/wake_up", "/server_info")
 WORD = " environment"
 LOOP_TOKENS = 90
+
+
+def test_second_start_says_where_the_first_runs(server):
+    before = server.processes()
+    second = server.run("start", "--detach")
+    assert second.returncode == Exit.BUSY
+    assert f"Already running on http://127.0.0.1:{server.port}" in last_line(second.stderr)
+    assert server.processes() == before
+
+
+def test_port_of_a_running_server_is_refused_elsewhere(server, tmp_path):
+    other = Launch(server.port, tmp_path / "run")
+    refused = other.run("start", "--detach")
+    assert refused.returncode == Exit.REFUSED
+    assert f"port: 127.0.0.1:{server.port} is taken by" in last_line(refused.stderr)
+    assert other.leaves_nothing()
+
+
+def test_status_tells_what_runs(server):
+    status = server.run("status")
+    assert status.returncode == 0
+    rows = dict(line.split(":", 1) for line in status.stdout.splitlines())
+    rows = {name: value.strip() for name, value in rows.items()}
+    assert (rows["status"], rows["phase"], rows["answers"], rows["model id"]) == ("ready", "ready", "yes", MODEL_ID)
+    assert rows["address"] == f"http://127.0.0.1:{server.port}/v1"
+    assert rows["model"] == str(MODEL)
+
+
+def test_status_tells_programs_the_same(server):
+    found = json.loads(server.run("status", "--json").stdout)
+    assert (found["schema"], found["status"], found["error"], found["answers"]) == ("status", "ready", None, True)
+    assert found["url"] == f"http://127.0.0.1:{server.port}/v1" and found["model"] == str(MODEL)
+    assert found["counters"]["tokens_written"] > 0 and found["counters"]["prefix_cache"] is None
+    assert found["counters"]["loops"]["answers_ended"] > 0
+
+
+def test_logs_prints_the_servers_log(server):
+    logs = server.run("logs")
+    assert logs.returncode == 0
+    assert "Application startup complete" in logs.stdout
+    assert "quantization=exl3" in logs.stdout
 
 
 def post(server: Launch, path: str, body: dict | None = None, token: str = "") -> tuple[int, bytes]:
