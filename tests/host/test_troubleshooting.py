@@ -294,6 +294,7 @@ PRODUCERS = {
     "phase ray is not over after": start_after(lambda stub: stub.joined("10.0.0.1"), RAY_TIMEOUT_S="1"),
     "ended with exit code": dead_rank,
     "the model answered": start_after(lambda stub: setattr(stub.api, "damaged", True)),
+    "has to refuse it with": start_after(lambda stub: setattr(stub.api, "is_open", True)),
     "none was accepted": start_after(lambda stub: None, SPEC_METHOD="mtp"),
     "still there:": stop_without_a_node,
     "stuck": standstill,
