@@ -1,5 +1,6 @@
 """What all suites share: tests that the machine cannot run are skipped and told, the others run side by side."""
 
+import fcntl
 import functools
 import os
 import signal
@@ -22,6 +23,15 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 # A worker takes a file whole, for what its tests share; but these test by test, and these suites whole.
 ALONE = ("tests/local/test_local_lifecycle.py",)
 TOGETHER = ("tests/local", "tests/image")
+# These hold a bar in seconds, which is for an idle machine: they come last, while nothing else runs.
+QUIET = (
+    "tests/cluster/test_cluster_start.py::test_check_is_quick",
+    "tests/cluster/test_cluster_start.py::test_three_nodes_are_prepared_in_three_seconds",
+    "tests/host/test_probe.py::test_probe_runs_as_it_is_sent",
+    "tests/host/test_start_scripts.py::test_check_lists_every_failure_quickly",
+    "tests/host/test_weights_hashing.py::test_it_is_as_fast_as_sha256sum",
+    "tests/host/test_weights_verify.py::test_verification_of_a_verified_folder_takes_less_than_two_seconds",
+)
 # These take longest, so they begin first: no worker is left alone with one of them at the end.
 LONG = (
     "tests/cluster/test_cluster_start.py", "tests/local/test_local_lifecycle.py", "tests/image", "tests/local",
@@ -101,6 +111,8 @@ class Pieces(LoadScopeScheduling):
 
 
 def piece(nodeid):
+    if nodeid.startswith(QUIET):
+        return "quiet"
     file = nodeid.partition("::")[0]
     return nodeid if file in ALONE else next((suite for suite in TOGETHER if file.startswith(suite)), file)
 
@@ -112,4 +124,18 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: next((i for i, long in enumerate(LONG) if item.nodeid.startswith(long)), len(LONG)))
+    items.sort(key=lambda item: turn(item.nodeid))
+
+
+def turn(nodeid):
+    place = next((number for number, long in enumerate(LONG) if nodeid.startswith(long)), len(LONG))
+    return place if piece(nodeid) != "quiet" else len(LONG) + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """What is to run while nothing else does waits for the tests of the other workers."""
+    with open(__file__) as lock:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            fcntl.flock(lock, fcntl.LOCK_EX if piece(item.nodeid) == "quiet" else fcntl.LOCK_SH)
+        return (yield)
