@@ -82,7 +82,7 @@ def test_as_a_script_it_tells_progress_and_what_was_found(tmp_path):
     request = json.dumps({"folder": str(tmp_path), "names": names, "workers": 2})
     source = SCRIPT.read_text().replace(f"REPORT_S = {hashing.REPORT_S}", "REPORT_S = 0")
     done = subprocess.run([sys.executable, "-I", "-c", source, request], capture_output=True, text=True)
-    *progress, last = map(json.loads, done.stdout.splitlines())
+    *progress, last = map(json.loads, filter(None, done.stdout.splitlines()))
     assert progress and all(0 < one["read"] <= 80 * MIB for one in progress)
     found = last["files"]
     stat = paths[0].stat()
