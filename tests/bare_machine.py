@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SUITE, MIRROR = "bookworm", "http://deb.debian.org/debian"
+SUITE = "bookworm"
 CHECKOUT = Path("/home/tester/checkout")
 # How this machine reaches its package indexes is the bare one's way too; what is not here is passed over.
 SHARED = ("/etc/resolv.conf", "/etc/pip.conf", "/etc/xdg/pip", "/etc/ssl/certs", "/root/.cache/pip")
@@ -36,7 +36,7 @@ exec chroot "$root" "$@"
 
 def make_root(root: Path, packages: list[str]) -> None:
     """debootstrap's smallest system, and a user who may not become root."""
-    command = ["debootstrap", "--variant=minbase", f"--include={','.join(packages)}", SUITE, root, MIRROR]
+    command = ["debootstrap", "--variant=minbase", f"--include={','.join(packages)}", SUITE, root]
     subprocess.run(command, check=True, stdout=sys.stderr)
     subprocess.run(["chroot", root, "useradd", "--create-home", "tester"], check=True)
 

@@ -32,6 +32,15 @@ QUIET = (
     "tests/host/test_weights_hashing.py::test_it_is_as_fast_as_sha256sum",
     "tests/host/test_weights_verify.py::test_verification_of_a_verified_folder_takes_less_than_two_seconds",
 )
+# Real servers on several hosts and ranks, ends of all kinds, and images: half of the whole time. They run where they
+# are named, by a path or by `-m slow`, and in CI.
+SLOW = (
+    "tests/cluster/test_cluster_start.py", "tests/image", "tests/local/test_local_lifecycle.py",
+    "tests/plugin/test_exl3_engine.py::test_two_ranks_answer_as_one",
+    "tests/plugin/test_cpu_overrides.py::test_torchvision_imports_in_vllms_processes",
+    "tests/plugin/test_selfcheck.py::test_the_released_vllm_passes",
+)  # fmt: skip
+WITH_SLOW = "EXL3_TESTS_WITH_SLOW"  # told to the workers, which do not see what the user typed
 # These take longest, so they begin first: no worker is left alone with one of them at the end.
 LONG = (
     "tests/cluster/test_cluster_start.py", "tests/local/test_local_lifecycle.py", "tests/image", "tests/local",
@@ -47,6 +56,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        is_named = config.args_source is pytest.Config.ArgsSource.ARGS or "slow" in config.option.markexpr
+        os.environ[WITH_SLOW] = "1" if is_named else ""
     config.addinivalue_line("markers", "needs(*names): rows of tests/needs.py without which the test cannot run")
     # What a script starts in the background (nohup, &) inherits that Ctrl-C is ignored, and so would every process
     # that a test starts and interrupts.
@@ -79,9 +91,11 @@ def pytest_terminal_summary(terminalreporter):
     yield
     skipped = terminalreporter.stats.get("skipped", ())
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
-    if reasons:
-        told = "; ".join(f"{count}, {why}" for why, count in reasons.most_common())
-        terminalreporter.write_line(f"Not tested: {told}", yellow=True)
+    told = [f"{count}, {why}" for why, count in reasons.most_common()]
+    if not os.environ[WITH_SLOW]:
+        told.append("the slow ones, which `tests/run -m slow` runs")
+    if told:
+        terminalreporter.write_line(f"Not tested: {'; '.join(told)}", yellow=True)
 
 
 # Side by side
@@ -122,8 +136,17 @@ def pytest_xdist_make_scheduler(config, log):
     return Pieces(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item):
+    if item.nodeid.startswith(SLOW):
+        item.add_marker("slow")
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not os.environ[WITH_SLOW]:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     items.sort(key=lambda item: turn(item.nodeid))
 
 
