@@ -8,37 +8,23 @@ import re
 from logging.handlers import MemoryHandler, RotatingFileHandler
 from pathlib import Path
 
-from launcher import console
-
 NAME = "libraries.log"
 LARGEST_BYTES = 1_000_000
 # For the process: both are read when the library is loaded.
 SILENT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 
-# (library, what its warning holds, what that means for the user)
-SENTENCES = (
-    ("huggingface_hub", "Retrying in", "the Hub did not answer; it is asked a few times more"),
-    ("huggingface_hub", "Rate limited", "the Hub asks for a pause and is asked again after it"),
-)
-
 
 class LibraryLog(RotatingFileHandler):
-    """Begins with the first message, and tells the user of each kind of trouble once."""
+    """Begins with the first message."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=LARGEST_BYTES, backupCount=1, encoding="utf-8", delay=True)
         self.setFormatter(WithoutQueries("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        self.path, self.told = path, set()
+        self.path = path
 
     def _open(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return super()._open()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
-        if (sentence := sentence_of(record)) and sentence not in self.told:
-            self.told.add(sentence)
-            console.say(f"Note: {sentence} ({self.path} has the details)")
 
 
 REPLACED = (logging.StreamHandler, MemoryHandler, LibraryLog)
@@ -52,13 +38,6 @@ class WithoutQueries(logging.Formatter):
 def without_queries(text: str) -> str:
     """Addresses lose what storage services put their signatures into."""
     return re.sub(r"\?\S+", "?...", text)
-
-
-def sentence_of(record: logging.LogRecord) -> str:
-    """Empty where the user has nothing to know."""
-    text = record.getMessage()
-    known = (said for library, part, said in SENTENCES if record.name.startswith(library) and part in text)
-    return next(known, "")
 
 
 def hold_back() -> None:

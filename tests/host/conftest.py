@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from launcher import settings
+from launcher import console, settings
 
 # How long an example takes is the machine's affair: a busy one must not fail a property.
 hypothesis_settings.register_profile("untimed", deadline=None)
 hypothesis_settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def own_program(monkeypatch):
+    """A command that a test calls names itself for all messages that follow."""
+    monkeypatch.setattr(console, "_program", "./start.sh")
 
 
 def write_shard(path: Path, names: list[str], size: int = 16) -> None:

@@ -227,7 +227,7 @@ def test_what_runs_is_asked_with_its_own_numbers_and_the_key_in_no_argument(mach
         return 200, json.dumps({"data": [{"max_model_len": 262144}]}).encode()
 
     monkeypatch.setattr(soak.canary, "request", request)
-    monkeypatch.setattr(soak.counters, "fetch", lambda host, port: soak.counters.Counters(METRICS))
+    monkeypatch.setattr(soak.counters, "fetch", lambda host, port, key: soak.counters.Counters(METRICS))
     http = {"turns": 9, "hits": 4, "findings": [], "misshapen": [], "plan": {}}
     machine.behave({"code": 0, "report": http})
     assert machine.run({"VLLM_API_KEY": KEY, "KDA_PREFILL_BACKEND": "flashkda"}, running=True) == Exit.OK

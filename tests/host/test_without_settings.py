@@ -79,7 +79,7 @@ def test_nothing_else_works_without_settings(still_up, command):
 def test_an_unreadable_file_is_named_and_kept(still_up):
     stub, path = still_up
     path.mkdir()
-    with pytest.raises(LauncherError, match=r"\.env could not be read: Is a directory"):
+    with pytest.raises(LauncherError, match=r"\.env could not be read: it is a folder"):
         main(stub, "check")
 
 
