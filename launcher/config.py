@@ -29,6 +29,7 @@ NOT_FILLED_IN = "is not filled in"
 LONGEST_VALUE_BYTES = 64 << 10
 LINE_BREAK = re.compile(r"\r\n|\n|\r")
 # In quotes, or bare up to a comment.
+OPEN_QUOTE = re.compile(r"""[^#=]*=[ \t]*(?:'(?:[^'\\]|\\.)*|"(?:[^"\\]|\\.)*)\Z""")
 PLAIN_RUN_DIR = re.compile(
     r"""[ \t]*RUN_DIR[ \t]*=[ \t]*(?:'([^'\\]*)'|"([^"\\]*)"|([^\s'"#](?:[^#]*[^#\s])?)?)(?:[ \t]+\#.*)?[ \t]*"""
 )
@@ -134,17 +135,18 @@ def has_parser() -> bool:
 
 def read_plain_run_dir(text: str, env_name: str) -> list[Assignment]:
     """What python-dotenv would say of RUN_DIR, where its value has no escapes and no line breaks; else a refusal."""
-    found = []
+    found, is_open = [], False
     for number, line in enumerate(LINE_BREAK.split(text.removeprefix("\ufeff")), 1):
         if re.match(r"[ \t]*RUN_DIR[ \t]*=", line):
             match, where = PLAIN_RUN_DIR.fullmatch(line), f"{env_name} line {number}"
-            if match is None:
+            if match is None or is_open:  # what stands behind an open quote may be text
                 raise LauncherError(
                     f"{where}: RUN_DIR is written in a way that only the launcher's own Python packages can read, and "
                     f"they are not here; give it in the environment, as RUN_DIR=DIR.",
                     Exit.USAGE,
                 )
             found.append(Assignment("RUN_DIR", next(filter(None, match.groups()), ""), where))
+        is_open = is_open or bool(OPEN_QUOTE.match(line))
     return found
 
 

@@ -13,7 +13,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from launcher import canary, checkpoint, console, counters, environment, phases, processes, reports, service
+from launcher import (
+    canary,
+    checkpoint,
+    console,
+    counters,
+    environment,
+    phases,
+    processes,
+    reports,
+    service,
+    system_library,
+)
 from launcher import plan as plans
 from launcher import server as servers
 from launcher import status as runs
@@ -45,6 +56,7 @@ def start(values: Mapping[str, object], ambient: Mapping[str, str]) -> Exit:
         with state_file.lock():
             refuse_second_start(state_file)
             questions = check_before(values)
+            system_library.bring()
             plan = plan_for(values, ambient, secrets.token_hex(32))
             note_ignored(plan)
             server, state = bring_up(values, plan, state_file, questions)

