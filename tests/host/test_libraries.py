@@ -85,10 +85,11 @@ def test_a_hub_that_cannot_be_reached_is_told_in_our_words(hub_machine, logs, wo
 
 
 def test_the_script_without_a_network_prints_nothing_of_a_library(tmp_path):
-    """The whole way, in a process of its own; only the library's waits are cut."""
+    """The whole way, in a process of its own; only our waits are cut, once libraries have spoken."""
     code = (
-        "import sys, time; wait = time.sleep; time.sleep = lambda s: wait(min(s, 0.01));"
-        "from launcher import __main__; sys.exit(__main__.main(['cluster', 'download.sh', 'weights', '--dry-run']))"
+        "import sys; from launcher import __main__, libraries; libraries.hold_back();"
+        "from launcher.weights import patience; patience.FIRST_WAIT_S = 0.01;"
+        "sys.exit(__main__.main(['cluster', 'download.sh', 'weights', '--dry-run']))"
     )
     own = {"HF_ENDPOINT": CLOSED, "HF_HOME": str(tmp_path / "hf"), "MODEL_DIR": str(tmp_path / "model"),
            "RUN_DIR": str(tmp_path / "run"), "SPEC_METHOD": "none", "PYTHONPATH": str(REPOSITORY),
