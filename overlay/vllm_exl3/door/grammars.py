@@ -55,14 +55,6 @@ class GrammarTrials:
             self.starting = asyncio.create_task(self._start())
         return self.starting
 
-    async def stop(self) -> None:
-        for task in (self.starting, self.reading):
-            if task:
-                task.cancel()
-        if self.process and self.process.returncode is None:
-            self.process.kill()
-            await self.process.wait()
-
     async def _try(self, parts: list[Part]) -> str:
         try:
             await asyncio.wait_for(asyncio.shield(self.start()), START_S)
