@@ -11,7 +11,7 @@ ANTHROPIC_TYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: whoever passes an exception on writes its traceback
 class Refusal(Exception):
     """`code` is OpenAI's machine-readable word, `param` the field of the request that is meant."""
 
